@@ -69,6 +69,7 @@ def test_a_chat_is_searched_too(demo: Deployment) -> None:
     expected = reference().generate(**ids, num_beams=2, max_new_tokens=40, do_sample=False, length_penalty=0.0, pad_token_id=0)
     assert found.choices[0].message.content == tokenizer().decode(expected[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     assert found.usage.prompt_tokens == ids["input_ids"].shape[1]
+    assert found.system_fingerprint and found.system_fingerprint == complete(demo, max_tokens=1).system_fingerprint
 
 
 def test_the_best_answers_may_have_to_match_something(demo: Deployment) -> None:

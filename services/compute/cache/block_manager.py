@@ -16,16 +16,15 @@ from services.compute.sequence import Sequence
 
 
 @lru_cache(maxsize=1024)
-def prefix_root(fingerprint: str, *, adapter: str = "", salt: str = "") -> bytes:
+def prefix_root(fingerprint: str, *, salt: str = "") -> bytes:
     """The hash that stands before a sequence's first block: of all that decides the bytes of its
     keys and values beside its tokens, and of who may share them.
 
-    fingerprint: of the model and its arithmetic (Fingerprint.kv); adapter: the hash of the adapter's
-    contents, empty without one; salt: the client's. Each comes with its length, so that no two of
-    them can be read as another two.
+    fingerprint: of the model and its arithmetic (Fingerprint.kv); salt: the client's. Each comes
+    with its length, so that no two of them can be read as another two.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for part in (fingerprint, adapter, salt):
+    for part in (fingerprint, salt):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()

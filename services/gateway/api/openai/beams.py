@@ -20,7 +20,7 @@ from services.requests.answers.choice import Choice
 from shared.model.arrays import Int32Array
 from shared.model.sampling_params import MAX_LOGPROBS, ChainParams, SamplingParams
 from shared.process.errors import Invalid, Rejected
-from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest
+from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest, TokenEvent
 
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
 PATIENCE_S = 30.0  # for a full server, once a search has begun
@@ -62,13 +62,17 @@ async def search_prompt(
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     search = BeamSearch(width, max_tokens, () if params.ignore_eos else tuple(tokens["eos_token_ids"]), length_penalty, early_stopping)
     check_size(search, len(prompt), room, "messages" if request.messages is not None else "prompt")
+    fingerprints: dict[str, None] = {}
     while not search.is_over:
-        search.advance(await step(context, request, prompt, search))
+        answered = await step(context, request, prompt, search)
+        fingerprints |= dict.fromkeys(event.fingerprint for events in answered for event in events if event.fingerprint)
+        search.advance([[(top.token_id, top.logprob) for event in events for entry in event.logprobs or () for top in entry.top] for events in answered])
     texts = [await text_of(context, request, prompt, answer.token_ids) for answer in search.answers[:num_best]]
     return [
         Choice(
             index, text=[tokens["opening"] + text], token_ids=list(answer.token_ids), prompt_token_ids=prompt,
             finish_reason="stop" if answer.is_stopped else "length", num_prompt_tokens=len(prompt), num_output_tokens=answer.num_tokens,
+            fingerprints=list(fingerprints),
         )
         for index, (answer, text) in enumerate(zip(search.answers, texts, strict=False))
     ]  # fmt: skip
@@ -87,8 +91,8 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
         raise Invalid(f"beams times max_tokens must be at most {MAX_STEPS}, got {search.width * search.max_tokens}", param="max_tokens")
 
 
-async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[tuple[int, float]]]:
-    """Return each running beam's likeliest next tokens and their log probabilities. Waits while the
+async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[TokenEvent]]:
+    """Ask for each running beam's likeliest next tokens; returns the events of each. Waits while the
     server is full."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates)
     asked = [
@@ -101,13 +105,11 @@ async def step(context: Context, request: GenerateRequest, prompt: Int32Array, s
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            answered = await ask_all(context, request.model, asked)
-            break
+            return await ask_all(context, request.model, asked)
         except Rejected:
             if not search.running[0].token_ids or time.monotonic() > until:  # nothing is lost yet, or nothing can be saved
                 raise
             await asyncio.sleep(PAUSE_S)
-    return [[(top.token_id, top.logprob) for event in events for entry in event.logprobs or () for top in entry.top] for events in answered]
 
 
 async def text_of(context: Context, request: GenerateRequest, prompt: Int32Array, token_ids: tuple[int, ...]) -> str:
