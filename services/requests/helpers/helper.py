@@ -26,6 +26,7 @@ class Helper:
         """module: one which calls run_worker."""
         self.module = module
         self._process: asyncio.subprocess.Process | None = None
+        self._killed: list[asyncio.subprocess.Process] = []  # which may not have ended yet
         self._is_ready = False  # the process has imported what it needs
         self._lock = asyncio.Lock()
 
@@ -35,9 +36,8 @@ class Helper:
             await self._running()
 
     async def stop(self) -> None:
-        process = self._process
         self._kill()
-        if process is not None:
+        for process in self._killed:
             await process.wait()
 
     async def ask(self, *question: bytes, timeout_s: float) -> object:
@@ -89,3 +89,4 @@ class Helper:
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
+            self._killed = [each for each in (*self._killed, process) if each.returncode is None]
