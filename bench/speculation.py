@@ -71,13 +71,20 @@ class Kind:
     prompt: str
     params: SamplingParams
     constraint: Constraint | None = None
+    begun: str = ""  # the answer's beginning, which is given
 
 
 def kinds() -> list[Kind]:
     prose = docstrings()
     story = "Write a long story about a lighthouse keeper and the sea."
     return [
-        Kind("edit", f"Rewrite this program with `discount` renamed to `rebate`, and answer with the whole program:\n\n{CODE}", GREEDY),
+        # a small model copies a program, with changes, where its answer has begun; left to itself it makes up another
+        Kind(
+            "edit",
+            f"Fix the bug in this program, and print it again as a whole:\n\n```python\n{CODE}```",
+            GREEDY,
+            begun="Here is the fixed program:\n\n```python\n",
+        ),
         Kind("repeat", f"Repeat this text word for word:\n\n{prose[200:1200]}", GREEDY),
         Kind("json", "Make up a customer's record.", DRAWN, Constraint("json_schema", json.dumps(SCHEMA))),
         Kind("summary", f"Summarize this text:\n\n{prose[1000:3000]}", GREEDY),
@@ -171,17 +178,18 @@ class Loop:
         return batch.num_decodes == len(batch.rows), sum(collected.decided.values())
 
 
-def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """As a chat's only message, where the model knows that form."""
+def encode(tokenizer: Tokenizer, kind: Kind) -> list[int]:
+    """As a chat's only message, where the model knows that form, and the beginning of its answer."""
     has_marks = tokenizer.token_to_id("<|im_start|>") is not None
-    text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" if has_marks else prompt
+    text = f"<|im_start|>user\n{kind.prompt}<|im_end|>\n<|im_start|>assistant\n" if has_marks else kind.prompt
+    text += kind.begun
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
 
 def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options: argparse.Namespace) -> dict[str, object]:
     """One cell of the table."""
-    prompt = encode(tokenizer, kind.prompt)
+    prompt = encode(tokenizer, kind)
     asked = [(prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
     ratios, tally, rates = [], Tally(), []
     for number in range(options.rounds + 1):
@@ -217,7 +225,7 @@ def mixed(tokenizer: Tokenizer, count: int, longest: int) -> Iterator[tuple[list
                 {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
             ]
         )  # fmt: skip
-        yield encode(tokenizer, kind.prompt), replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint  # type: ignore[arg-type]
+        yield encode(tokenizer, kind), replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint  # type: ignore[arg-type]
 
 
 def invariance(loop: Loop, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, object]:
