@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 
+from shared.wire.streams import prompts
 from tests.deployment import MODEL, Deployment, free_port
 from tests.telemetry import batches
 from tests.waiting import wait_until
@@ -152,11 +154,27 @@ async def load(deployment: Deployment, prometheus: Prometheus) -> Client:
     batch = asyncio.create_task(asyncio.to_thread(batches.run, deployment, lambda: check_nobody_works(prometheus)))
     await asyncio.sleep(LOAD_S / 3)
     victim = next(each for each in deployment.processes if each.startswith("compute"))
-    await asyncio.to_thread(deployment.kill, victim)
+    await asyncio.to_thread(kill_at_work, deployment, victim)
     deployment.start("compute", victim, kv_cache_memory="4MiB", max_num_seqs=8)
     await asyncio.gather(*clients, batch)
     print(f"load: {client.num_answers} answers, {client.num_refused} refused, {client.num_left} left, {client.num_tokens} tokens; {victim} killed", flush=True)
     return client
+
+
+def kill_at_work(deployment: Deployment, victim: str) -> None:
+    """Kill a compute replica while it holds requests: others are to take them over."""
+    process, client = deployment.processes[victim], deployment.redis()
+    stream = prompts(MODEL)
+
+    def holds_some() -> bool:
+        process.send_signal(signal.SIGSTOP)  # what it holds now, it holds when it dies
+        if client.xpending_range(stream.key, stream.group, "-", "+", 1, consumername=victim):
+            return True
+        process.send_signal(signal.SIGCONT)
+        return False
+
+    wait_until(holds_some, description=f"{victim} has work")
+    deployment.kill(victim)
 
 
 def check_nobody_works(prometheus: Prometheus) -> None:
