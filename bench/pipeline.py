@@ -257,7 +257,7 @@ def measure(loop: Loop, served: Served, all_streams: list[int], rounds: int) -> 
 
 def compare_on(model: Path, flags: list[str], folder: Path, all_streams: list[int], rounds: int) -> tuple[int, dict[int, dict[str, float]]]:
     """The loop's threads, and the median figures by the number of streams. flags: compute's, of both sides; folder: for logs and data."""
-    flags = ["--model", str(model), "--dtype", "bfloat16", "--no-prefix-caching", *flags]
+    flags = ["--model", str(model), "--dtype", "bfloat16", "--no-prefix-caching", "--speculate", "off", *flags]
     loop = Loop(flags, folder / "loop.log")
     try:
         served = Served(flags, folder, model.name)
