@@ -1,6 +1,6 @@
 """`python -m tests.stages.fragile_compute`: a compute replica that dies of a prompt that has a certain token among its first four, when it is computed.
 
-FRAGILE_TOKEN: the token id. FRAGILE_STEP_S: how much longer a step takes, so that there is time to disturb it.
+FRAGILE_TOKEN: the token id. FRAGILE_STEP_S: how much longer a step takes, so that there is time to disturb it; the steps of a model that drafts take no longer.
 
 FRAGILE_HANGS: of that token it does not die; its step never ends, as on a device that hangs without an error.
 
@@ -36,6 +36,7 @@ HANGS = "FRAGILE_HANGS" in os.environ
 DRAWS = int(os.environ.get("FRAGILE_DRAWS", "0"))
 run = ModelRunner.run
 told: set[int] = set()  # signals
+targets: list[ModelRunner] = []  # the one runner of the model that is served
 
 
 def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
@@ -43,7 +44,8 @@ def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | Non
         if HANGS:
             threading.Event().wait()
         os._exit(9)
-    time.sleep(STEP_S)
+    if runner in targets:
+        time.sleep(STEP_S)
     hidden = run(runner, batch, drawn)
     if drawn is not None and signal.SIGUSR1 in told:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,17 +60,19 @@ def fail(*_: object) -> NoReturn:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def build_drawing(settings: ComputeSettings, files: ModelFiles) -> Engine:
+def build_fragile(settings: ComputeSettings, files: ModelFiles) -> Engine:
     built = build_engine(settings, files)
-    built.runner.row_search = DrawingSearch(built.runner.row_search, random.Random(1), 1 / DRAWS)
+    targets.append(built.runner)
+    if DRAWS:
+        built.runner.row_search = DrawingSearch(built.runner.row_search, random.Random(1), 1 / DRAWS)
     return built
 
 
 if __name__ == "__main__":
     setattr(ModelRunner, "run", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
     registry.RENEW_EVERY_S = 0.25
+    setattr(engine, "build_engine", build_fragile)  # noqa: B010
     if DRAWS:
-        setattr(engine, "build_engine", build_drawing)  # noqa: B010
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: told.add(number))
     run_stage(compute.main)
