@@ -199,3 +199,5 @@ def test_logs_are_those_without_drafts_when_processes_die(pipeline: Pipeline, sp
         stages.kill(last)
     assert logs(stages, prefix, pipeline.asked) == pipeline.expected
     assert sum(stood.values()) > 5
+    told = "".join((stages.folder / f"{name}.log").read_text() for name in (first, second, last))
+    assert "differs from the predicted one" not in told, "a sampler had to put right what compute foresaw"
