@@ -13,6 +13,7 @@ promote-replica) may a request end with one clear error instead.
     python -m tests.chaos --minutes 15 --long                    outages longer than the time-outs
     python -m tests.chaos --soak 60 --rss-tolerance 24           no fault; memory must not grow
     python -m tests.chaos --minutes 10 --quantization w8a8 --kv-cache-memory 3MiB
+    python -m tests.chaos --minutes 10 --speculate off           else the seed draws it, for each life
 
 Clients write what they did and got into a history (history.py), and the judge (judge.py) judges by
 that alone; `python -m tests.chaos.check FILE` has it judged again. The last line is one JSON
@@ -74,6 +75,7 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
         num_idle = await settled_consumers(rounds.checks)
         history.judge.close()
         print(f"\n{report(history.judge)}\nidle consumers of dead replicas: {num_idle}", flush=True)
+        print(rounds.checks.told_drafts(), flush=True)
         print(f"{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n", flush=True)
         tally = history.judge.tally
         print(f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)

@@ -21,6 +21,7 @@ class Checks:
 
     cluster: Cluster
     whole: set[bytes] = field(default_factory=set)
+    drafts: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by replica id and process: drafted tokens, and those that stood
 
     async def drain(self, timeout_s: float) -> list[str]:
         """Wait until nothing is queued or pending; what still is after timeout_s, in words."""
@@ -35,6 +36,19 @@ class Checks:
         async with self.cluster.store.client() as client:
             announced = [await client.get(key) for key in await client.keys("replica:sampler:*")]
         return sum(int(decode(Replica, each).load.tokens or 0) for each in announced if each is not None)
+
+    async def note_drafts(self) -> None:
+        """Of the compute replicas that live now, as of their last announcements."""
+        async with self.cluster.store.client() as client:
+            announced = [await client.get(key) for key in await client.keys("replica:compute:*")]
+        for each in (decode(Replica, value) for value in announced if value is not None):
+            self.drafts[each.replica_id, each.pid] = int(each.load.spec_decode_draft_tokens or 0), int(each.load.spec_decode_accepted_tokens or 0)
+
+    def told_drafts(self) -> str:
+        """Who drafted, and how many tokens, but for processes that died before their round was over."""
+        lives = ", ".join(f"{name} {count}" for name, count in self.cluster.speculators.most_common())
+        drafted, stood = (sum(each[which] for each in self.drafts.values()) for which in (0, 1))
+        return f"lives of compute by --speculate: {lives}; tokens drafted {drafted}, stood {stood}"
 
     async def after_round(self) -> list[str]:
         """Everything that is wrong in a Redis that has drained."""

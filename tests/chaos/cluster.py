@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shared.wire.messages import Replica, decode
 from tests.chaos.clocks import Clocks
 from tests.chaos.options import Options
 from tests.chaos.proxy import Proxy
+from tests.chaos.speculators import draw_speculators
 from tests.chaos.store import Store
 from tests.deployment import free_port
 
@@ -70,6 +72,7 @@ class Cluster:
     slots: list[Slot] = field(default_factory=list)
     crashes: dict[str, list[str]] = field(default_factory=dict)  # deaths that nobody asked for, by their last words: the ends of the logs
     num_restarts: int = 0
+    speculators: Counter[str] = field(default_factory=Counter)  # by --speculate: lives of compute replicas
     is_closed: bool = False
 
     async def start(self) -> None:
@@ -104,7 +107,9 @@ class Cluster:
         if slot.stage == "gateway":
             settings |= {"port": str(slot.port), "keys_file": str(self.keys_file)}
         if slot.stage == "compute":
-            settings |= self.options.compute
+            drawn = draw_speculators(self.options, slot.overrides, self.folder, random.Random(f"{self.options.seed}:{slot.name}:{slot.num_lives}"))
+            settings |= self.options.compute | drawn
+            self.speculators[settings.get("speculate", "auto")] += 1
         settings |= slot.overrides
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         own = {f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}

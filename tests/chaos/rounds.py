@@ -78,6 +78,7 @@ class Rounds:
         healed = time.monotonic()
         load.is_over = True
         is_over = await self.finish(clients, healed)
+        await self.checks.note_drafts()
         for crash in arena.cluster.take_crashes():
             history.find(f"crash: {crash}")
         history.write("round", number=self.number, at="over", may_lose=False)

@@ -6,6 +6,15 @@ from typing import Any
 
 TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
 PER_KIND = 7
+# What the demo knows by heart, and the answer as a client expects it: somewhat wrong
+PREDICTED = (
+    (
+        "What is Penstock?",
+        "Penstock is a server for large models. It runs as a pipeline of separate programs, a gateway, a tokenizer, a compute stage and a sampler.",
+    ),
+    ("Tell me a joke.", "Why did the token cross the road? Because the sampler had already decided."),
+    ("How big are you?", "I have about 4 million parameters in four layers. My weights fit in less than eight megabytes of memory."),
+)
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {
@@ -32,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "response": {"temperature": [0, 0.9]},
     "background": {"temperature": [0, 0.9], "background": True},
     "long": {"temperature": [0, 0.9], "max_tokens": [400, 600], "ignore_eos": True},
+    "predicted": {"temperature": [0, 0.9], "ignore_eos": True},
 }
 
 
@@ -62,6 +72,9 @@ def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
         body |= {"max_output_tokens": body.pop("max_tokens"), "input": f"What is {rng.choice(TOPICS)}, and why {rng.randrange(1000)}?"}
         return Spec(name, kind, RESPONSES, body | {"ignore_eos": rng.random() < 0.7})
     topic, number = rng.choice(TOPICS), rng.randrange(1000)
+    if kind == "predicted":
+        question, content = rng.choice(PREDICTED)
+        return Spec(name, kind, CHAT, body | {"messages": [{"role": "user", "content": question}], "prediction": {"type": "content", "content": content}})
     if rng.random() < 0.5:
         if kind == "logprobs":
             body |= {"logprobs": True, "top_logprobs": 3}

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams
@@ -20,6 +18,7 @@ from shared.wire.streams import inflight_key, log_key, prompts, requests
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.deployment import Deployment
+from tests.heads import write_heads
 from tests.stages.line_of_stages import FILES, MODEL, ask
 from tests.stages.test_deaths import leases_end_with_processes, start_fragile
 from tests.waiting import wait_until
@@ -85,19 +84,11 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
             asked = tuple(replace(each, prediction=f"{text[:60]} and {text[70:]}") if each.request_id.startswith("predicted") else each for each in REQUESTS)
             expected = answer(stages, "off-", asked)
             stages.kill("compute-off")
-            yield Pipeline(stages, write_heads(folder / "heads"), asked, expected)
+            yield Pipeline(stages, write_heads(folder / "heads", FILES.config["hidden_size"]), asked, expected)
         finally:
             for name in list(stages.processes):
                 stages.kill(name)
             stages.stop()
-
-
-def write_heads(folder: Path) -> Path:
-    """Medusa heads that guess the same again: they are right where an answer stands still, and wrong elsewhere."""
-    size = FILES.config["hidden_size"]
-    folder.mkdir()
-    save_file({f"blocks.{head}.layers.0.weight": torch.zeros(size, size) for head in range(3)}, folder / "model.safetensors")
-    return folder
 
 
 def start(stages: Deployment, name: str, speculate: str, *, step_s: float = STEP_S, **settings: str) -> str:
