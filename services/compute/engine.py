@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from services.compute.backends.backend import Backend
+from services.compute.backends.backend import Backend, total_bytes
 from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
@@ -147,8 +147,10 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     models = [model, *(each.model for each in drafting)]
     with first_kernels(device):
         max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
-        workspace_bytes = sum(each.workspace_bytes(settings.max_batched_tokens, max_sampled, limit or settings.max_batched_tokens) for each in models)
-        workspace_bytes += 0 if heads is None else heads.workspace_bytes(settings.max_batched_tokens, limit or settings.max_batched_tokens)
+        longest = limit or settings.max_batched_tokens
+        workspaces = [each.workspace(settings.max_batched_tokens, max_sampled, longest) for each in models]
+        workspaces += [] if heads is None else [heads.workspace(settings.max_batched_tokens, longest)]
+        workspace_bytes = total_bytes(workspaces)
     is_encoder = not model.splits_prompts
     caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv), *([heads.config] if isinstance(heads, EagleHead) else [])]
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Backend, RowSearch
+from services.compute.backends.backend import Backend, RowSearch, Workspace
 from services.compute.backends.buffers import Taps, to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
@@ -60,8 +60,8 @@ class Model(Protocol):
         """The copies of what flows between the layers, if any are taken."""
         ...
 
-    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-        """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
+    def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
+        """Of a step of so many tokens, num_logits of which get logits."""
         ...
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:

@@ -9,9 +9,10 @@ import threading
 import pytest
 import torch
 
-from services.compute.backends.backend import LargestStep
+from services.compute.backends.backend import LargestStep, Workspace, total_bytes
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu import library as library_module
+from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache import kv_cache
@@ -100,7 +101,7 @@ def test_the_largest_step_works_in_what_was_counted(quantization: str) -> None:
     backend = native_backend()
     assert backend.context.workspace_bytes() == 0
     model = Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization=quantization), backend)
-    counted = model.workspace_bytes(512, 64, 512)
+    counted = total_bytes([model.workspace(512, 64, 512)])
     before = backend.context.workspace_bytes()
     assert 64 * config.vocab_size * 4 < counted - before < 16 << 20  # logits, and attention's buffer
     for length in (512, 128, 1):
@@ -111,10 +112,34 @@ def test_the_largest_step_works_in_what_was_counted(quantization: str) -> None:
         assert backend.context.workspace_bytes() == before
 
 
+def test_models_of_one_backend_work_in_the_same_memory() -> None:
+    """What a target and its drafter share counts once; the logits of each are its own."""
+    config, backend = read_config(open_model("demo").config), native_backend()
+    first, second, other = (
+        Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization=each), backend).workspace(512, 64, 512) for each in ("none", "none", "w4")
+    )
+    logits = 64 * config.vocab_size * 4
+    assert first.own == second.own == other.own == logits and first.shared == second.shared < other.shared
+    assert total_bytes([first, second, other]) == backend.context.workspace_bytes() + backend.buffers.num_bytes + 3 * logits
+    assert total_bytes([]) == 0
+
+
+def test_the_cache_is_what_remains_beside_a_model_and_its_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "free_memory", lambda _: 256 << 20)
+    settings = ComputeSettings(speculate="self", kv_cache_share=1.0, num_threads=1, dtype="bfloat16")
+    engine = build_engine(settings, open_model("demo"))
+    config, backend = read_config(open_model("demo").config), engine.runner.model.backend
+    assert isinstance(backend, CpuBackend)
+    block_bytes = config.num_layers * settings.block_size * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=0)
+    taken = (256 << 20) - engine.runner.kv_cache.num_blocks * block_bytes
+    held = backend.context.workspace_bytes() + 2 * engine.max_sampled * config.vocab_size * 4
+    assert 0 < taken - held < 2 << 20  # the buffers', and less than a block
+
+
 def test_torch_counts_its_rows() -> None:
     layers = [FLOAT32.make_linear(Dense(torch.zeros(n, 100))) for n in (300, 900)]
     step = LargestStep(layers[:1], [], layers[1], None, None, num_tokens=50, num_logits=10, max_model_len=100)
-    assert FLOAT32.workspace_bytes(step) == 50 * 400 * 8
+    assert FLOAT32.workspace(step) == Workspace(50 * 400 * 8, 0)
 
 
 def test_the_cache_is_what_remains_beside_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,8 @@ def test_a_stream_has_the_same_text_and_usage(client: openai.OpenAI) -> None:
 
 
 def test_an_empty_prediction_is_none(client: openai.OpenAI) -> None:
-    for prediction in ("", []):
+    nothing: tuple[Any, ...] = ("", [])
+    for prediction in nothing:
         assert ask(client, prediction).usage.completion_tokens_details is None
 
 

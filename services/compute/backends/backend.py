@@ -224,6 +224,20 @@ class LargestStep:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that the largest step of a model, or of heads, takes beside weights and KV cache."""
+
+    shared: int  # that the models and heads on this backend use in turn
+    own: int  # that nobody else uses
+
+
+def total_bytes(workspaces: Sequence[Workspace]) -> int:
+    """Of models and heads that run one after the other on one backend. Each must have reserved what
+    it takes."""
+    return max((each.shared for each in workspaces), default=0) + sum(each.own for each in workspaces)
+
+
 class Backend(Protocol):
     @property
     def dtype(self) -> torch.dtype:
@@ -292,6 +306,7 @@ class Backend(Protocol):
         """A layer's cache, [2, num_blocks, ...] of keys and of values, zeros."""
         ...
 
-    def workspace_bytes(self, step: LargestStep) -> int:
-        """Bytes that the largest step takes beside weights and KV cache."""
+    def workspace(self, step: LargestStep) -> Workspace:
+        """Reserve what the largest step takes. `shared` counts all that has been reserved so far,
+        whoever asked for it."""
         ...

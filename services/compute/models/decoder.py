@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring
+from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Taps
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import rms_norm
@@ -115,15 +115,15 @@ class Decoder:
         returned. Returns [R, hidden] float32."""
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
-    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-        """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
+    def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
+        """Of a step of so many tokens, num_logits of which get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
         linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
         step = LargestStep(linears, mlps, self.weights.lm_head, self.attention, self.stack, num_tokens, num_logits, max_model_len)
-        return self.backend.workspace_bytes(step)
+        return self.backend.workspace(step)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [T]. Returns [T, hidden]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from services.compute.backends.backend import Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from shared.process.errors import StartupError
@@ -55,9 +56,9 @@ class EncoderModel:
         offset = config.pad_token_id + 1 if is_offset and config.pad_token_id is not None else 0
         return None if length is None else int(length) - offset
 
-    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
+    def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
         """Nothing is reserved: what the library's modules take is their own affair."""
-        return 0
+        return Workspace(0, 0)
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[int]:  # noqa: ARG002
         """The lengths of the step's texts."""

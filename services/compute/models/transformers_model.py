@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from services.compute.backends.backend import Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.transformers_attention import (
@@ -79,10 +80,10 @@ class TransformersModel:
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in shapes.values()),
         )
 
-    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
-        """Bytes of logits, in the model's dtype and in float32: what the library's modules take
+    def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
+        """Of logits, in the model's dtype and in float32: what the library's modules take
         besides is their own affair."""
-        return num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4)
+        return Workspace(0, num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4))
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[Group]:
         """The sequences whose attention is one call, or that are a pass of their own."""

@@ -8,12 +8,12 @@ the width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LargestStep, Linear
+from services.compute.backends.backend import Backend, LargestStep, Linear, Workspace
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.speculation.eagle_file import EagleWeights
@@ -57,12 +57,13 @@ class EagleHead:
         self.attention = backend.make_attention(Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim))
         self.inv_freq = self.config.ropes[0].inv_freq.to(backend.device)
 
-    def workspace_bytes(self, num_tokens: int, max_model_len: int) -> int:
-        """Bytes that a step of so many tokens takes, and twice the logits of AT_ONCE of them, for
-        what is made of these."""
+    def workspace(self, num_tokens: int, max_model_len: int) -> Workspace:
+        """Of a step of so many tokens, with twice the logits of AT_ONCE of them, for what is made
+        of these."""
         linears = [self.fc, self.qkv, self.output, *self.mlp.linears.values()]
         step = LargestStep(linears, [self.mlp], self.lm_head, self.attention, None, num_tokens, AT_ONCE, max_model_len)
-        return self.backend.workspace_bytes(step) + AT_ONCE * self.num_rows * 4
+        found = self.backend.workspace(step)
+        return replace(found, own=found.own + AT_ONCE * self.num_rows * 4)
 
     @torch.inference_mode()
     def fuse(self, states: Tensor) -> Tensor:

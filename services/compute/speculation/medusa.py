@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from services.compute.backends.backend import Backend, Linear, RowSearch
+from services.compute.backends.backend import Backend, Linear, RowSearch, Workspace
 from services.compute.backends.matrix import Dense
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import LISTED
@@ -46,9 +46,9 @@ class MedusaHeads:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def workspace_bytes(self, num_tokens: int, max_model_len: int) -> int:  # noqa: ARG002
-        """Bytes of the logits and, once more, of what is made of them."""
-        return 2 * AT_ONCE * len(self) * self.num_rows * 4
+    def workspace(self, num_tokens: int, max_model_len: int) -> Workspace:  # noqa: ARG002
+        """Of the logits and, once more, of what is made of them."""
+        return Workspace(0, 2 * AT_ONCE * len(self) * self.num_rows * 4)
 
     @torch.inference_mode()
     def logits(self, states: Tensor, depth: int) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from services.compute.backends.backend import Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from services.compute.tools.make_model import SHAPES, describe, tensor_sizes
@@ -66,8 +67,8 @@ class ScriptedModel:
         self.backend = TorchBackend(torch.float32, torch.device("cpu"))  # float32 holds every token id
         self.next_token = next_token
 
-    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
-        return num_logits * self.config.vocab_size * 4
+    def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
+        return Workspace(0, num_logits * self.config.vocab_size * 4)
 
     def plan(self, batch: ForwardBatch, block_size: int) -> int:  # noqa: ARG002
         return block_size

@@ -23,7 +23,7 @@ def results(weights: EagleWeights, embedding: Tensor, states: Tensor, backend: B
     """Logits of the places that two steps run."""
     head = EagleHead(weights, embedding, backend.make_linear(Dense(embedding)), VOCAB, backend)
     kv = KVCache(weights.config, backend, num_blocks=8, block_size=BLOCK).layers[0]
-    assert head.workspace_bytes(32, 64) > 0
+    assert head.workspace(32, 64).own > 0
     fused = head.fuse(states)
     head.write([Places(0, list(range(20)), TABLE)], fused[:20], kv, BLOCK)
     first = head.run([Places(20, [5, 6], TABLE), Places(0, [9], (2,)), Places(0, [9], (1,))], fused[20:24], kv, BLOCK)

@@ -55,7 +55,7 @@ def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(m
     assert isinstance(stack, CudaStack)
     runs = []
     stack.recordings.record = lambda forward: lambda: runs.append(1) or forward()  # type: ignore[func-returns-value]
-    loaded.model.workspace_bytes(32, 8, 64)  # the buffers have their size: nothing moves any more
+    loaded.model.workspace(32, 8, 64)  # the buffers have their size: nothing moves any more
     generation, uploads = backend.buffers.generation, backend.buffers.num_uploads
     found = loaded.answer(make_prompts(64, (3, 4, 5)), 4)
     assert backend.buffers.generation == generation
@@ -94,9 +94,9 @@ def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch:
         mixed.append(len(x))
         return run_experts(mlp, x, chosen)
 
-    monkeypatch.setattr(backend, "workspace_bytes", steps.append)
+    monkeypatch.setattr(backend, "workspace", steps.append)
     monkeypatch.setattr(MoeMlp, "_run_experts", run_noted)
-    LoadedModel(tmp_path, backend).model.workspace_bytes(3, 1, 64)
+    LoadedModel(tmp_path, backend).model.workspace(3, 1, 64)
     backend._run_largest(steps[0])
     assert mixed == [3, 1]
 
@@ -105,7 +105,7 @@ def test_no_step_moves_what_recordings_read(model: Path) -> None:
     """The largest step's numbers have their places before the first step: nothing that is recorded is dropped for a longer prompt."""
     backend = CudaBackend(torch.bfloat16, CPU)
     loaded = LoadedModel(model, backend)
-    loaded.model.workspace_bytes(300, 8, 400)
+    loaded.model.workspace(300, 8, 400)
     runner, generation = loaded.make_runner(32), backend.buffers.generation
     for length in (70, 150, 300):
         row = BatchRow(0, (5,) * length, 0, tuple(range(20)), range(length - 1, length), target_ids=(5,) * (length - 1), first_target=1)

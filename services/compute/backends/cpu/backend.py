@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.library import Context
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
@@ -65,7 +65,7 @@ class CpuBackend:
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
         return self.torch.make_kv_layer(num_blocks, block_size, num_kv_heads, head_dim, group=group)
 
-    def workspace_bytes(self, step: LargestStep) -> int:
+    def workspace(self, step: LargestStep) -> Workspace:
         """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""
         for linear, rows in [*((each, step.num_tokens) for each in step.linears), (step.head, step.num_logits)]:
             assert isinstance(linear, NativeLinear)
@@ -77,7 +77,7 @@ class CpuBackend:
         if step.stack is not None:
             step.stack.reserve(step.num_tokens)
         logits = step.num_logits * step.head.num_outputs * 4
-        return self.context.workspace_bytes() + self.buffers.num_bytes + logits
+        return Workspace(self.context.workspace_bytes() + self.buffers.num_bytes, logits)
 
     def _reserve_attention(self, attention: NativeAttention, num_tokens: int, max_model_len: int) -> None:
         """Reserve attention's memory for sequences of at most max_model_len tokens."""

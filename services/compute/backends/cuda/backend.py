@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring, Workspace
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
@@ -97,10 +97,11 @@ class CudaBackend:
         row = kv_row_size(head_dim, group) if group else head_dim
         return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
 
-    def workspace_bytes(self, step: LargestStep) -> int:
+    def workspace(self, step: LargestStep) -> Workspace:
         """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
-        measures what they took: twice, for a recording has a pool of its own. Without a GPU there
-        is nothing to measure: the buffers, and the logits."""
+        measures what they took: once for all models, and once for this one's recordings, which have
+        a pool of their own. Without a GPU there is nothing to measure: the buffers, and the
+        logits."""
         assert isinstance(step.attention, CudaAttention)
         self._reserve(step.attention, [1] * step.num_logits, step.max_model_len)
         self._reserve(step.attention, [step.num_tokens], max(step.max_model_len, step.num_tokens))
@@ -108,14 +109,14 @@ class CudaBackend:
             step.stack.reserve(pad_to_bucket(step.num_logits))
         assert isinstance(step.head, CudaLinear)
         if self.device.type != "cuda":
-            return self.buffers.num_bytes + step.num_logits * step.head.num_outputs * 4
+            return Workspace(self.buffers.num_bytes, step.num_logits * step.head.num_outputs * 4)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self._run_largest(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
-        return 2 * peak
+        return Workspace(peak, peak)
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.backends.torch.attention import Heads, Scores, TorchAttention
@@ -69,8 +69,8 @@ class TorchBackend:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         return mapped_zeros(num_blocks * block_size * self.kv_token_bytes(num_kv_heads, head_dim, group=group)).view(dtype).view(shape)
 
-    def workspace_bytes(self, step: LargestStep) -> int:
+    def workspace(self, step: LargestStep) -> Workspace:
         """Inputs and outputs of the layer that has most, and once more in float32, as norms,
         activations and logits are computed."""
         sizes = [(linear, step.num_tokens) for linear in step.linears] + [(step.head, step.num_logits)]
-        return max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear))
+        return Workspace(max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear)), 0)
