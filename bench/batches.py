@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def show_both(figures: dict[str, Any]) -> None:
-    """What a batch does to others, and they to it."""
+    """How a batch slows others, and they it."""
     columns = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "itl_p99_ms")
     print(f"{'':24}" + "".join(f"{column:>13}" for column in (*columns, "lines/s")))
     for title, name in (("interactive alone", "alone"), ("interactive and a batch", "beside")):
@@ -134,7 +134,7 @@ def show_both(figures: dict[str, Any]) -> None:
 
 
 def throughput(runner: asyncio.Runner, url: str, model: str, prompts: list[str], requests: list[TraceRequest], at_once: int) -> dict[str, float]:
-    """Of the requests over HTTP. Raises SystemExit if one fails."""
+    """Seconds of the requests over HTTP. Raises SystemExit if one fails."""
     started = time.perf_counter()
     answers = runner.run(ask_all(url, model, prompts, requests, at_once=at_once))
     seconds = time.perf_counter() - started

@@ -87,7 +87,7 @@ def load(model: Path, mode: str, **more: object) -> Engine:
 
 
 def stored_bytes(linear: Linear) -> int:
-    """What a layer reads of its own."""
+    """Bytes that a layer reads of its own."""
     return sum(part.nbytes for part in linear.parts.values()) if isinstance(linear, NativeLinear) else linear.weight.nbytes  # type: ignore[attr-defined]
 
 

@@ -182,7 +182,7 @@ def run_alone(loop: Loop, served: Served, streams: int) -> dict[str, float]:
 
 
 def busy_seconds() -> float:
-    """Of all cores, since the machine started."""
+    """Seconds of all cores since the machine started."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait)
 

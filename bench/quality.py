@@ -70,7 +70,7 @@ class Quality:
 
 
 def docstrings() -> str:
-    """Those of the standard library's modules that lie beside each other, long enough to be prose, each once, in the order of their hashes."""
+    """The docstrings of the standard library's modules that lie beside each other, long enough to be prose, each once, in the order of their hashes."""
     found = set()
     for file in Path(sysconfig.get_path("stdlib")).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):

@@ -1,4 +1,4 @@
-"""What is checked and measured, in the order of its worth: first whether it is right, then how fast. Each case stands by itself."""
+"""The cases that are checked and measured, in the order of its worth: first whether it is right, then how fast. Each case stands by itself."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for."""
+    """The case as it was asked for."""
 
     parts: list[str]
     shapes: list[str]

@@ -1,4 +1,4 @@
-"""What was found, on disk as it comes: a run that is killed leaves what it had, and the next one goes on from there."""
+"""The journal of a run, on disk as it comes: a run that is killed leaves what it had, and the next one goes on from there."""
 
 import json
 import os
@@ -69,7 +69,7 @@ class Journal:
         self.write()
 
     def note(self, name: str, began_at: float, found: list[Found]) -> None:
-        """What there is before the end."""
+        """The lines before the end."""
         entry = self.entries[name]
         entry.seconds = round(time.perf_counter() - began_at, 2)
         entry.found = [(type(each).__name__, asdict(each)) for each in found]
@@ -84,7 +84,7 @@ class Journal:
         return entry
 
     def of_kind(self, kind: type[Any]) -> Iterator[Any]:
-        """What was found of a kind."""
+        """The results of one kind."""
         for entry in self.entries.values():
             yield from (kind(**fields) for name, fields in entry.found or () if KINDS[name] is kind)
 

@@ -251,7 +251,7 @@ def check_rows(backend: CudaBackend, rows: int, hidden: int, *, has_norm: bool, 
 
 
 def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Check:
-    """Of logits with many ties, zeros of both signs among them, banned tokens, and a row with NaN. The error is the masses'; candidates that are not exactly
+    """Logits with many ties and zeros of both signs, banned tokens, and a row with NaN. The error is the masses'; candidates that are not exactly
     the definition's count as 1."""
     logits = (randn(rows, vocab_size, seed=1) * 16).round() / 4
     logits[0, vocab_size // 2 :] = -torch.inf
@@ -338,7 +338,7 @@ ATTENTIONS_ON_DEVICE = (
 
 
 def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[partial[Check]]:
-    """Of each backend, in its dtype; quantized layers in bfloat16 only. on_device: also what takes the interpreter hours, sorting above all."""
+    """Cases of each backend, in its dtype; quantized layers in bfloat16 only. on_device: also what takes the interpreter hours, sorting above all."""
     for backend in backends:
         is_wide = backend.dtype == torch.float32
         for form in FORMS[: 1 if is_wide else None]:

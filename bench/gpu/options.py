@@ -1,4 +1,4 @@
-"""What `python -m bench.gpu` is asked for, and where it runs."""
+"""The options of `python -m bench.gpu`."""
 
 import argparse
 from argparse import Namespace

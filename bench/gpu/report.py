@@ -1,4 +1,4 @@
-"""What was found as one page of Markdown."""
+"""The report: one page of Markdown."""
 
 from collections import defaultdict
 
@@ -79,7 +79,7 @@ def failure_lines(entries: list[Entry]) -> list[str]:
 
 
 def page(journal: Journal) -> str:
-    """Of all that is there; what has failed first."""
+    """All cases that are there, the failed ones first."""
     entries = list(journal.entries.values())
     failed = [each for each in entries if not each.holds]
     held = f"{len(entries) - len(failed)} of {len(entries)} cases hold; they took {sum(each.seconds for each in entries):,.0f} s."

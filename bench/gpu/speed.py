@@ -41,7 +41,7 @@ DRAW = SamplingParams(max_tokens=1 << 20, top_k=50)  # of random weights the log
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this device reaches, measured in the same run."""
+    """The rates that this device reaches, measured in the same run."""
 
     copy_bytes_per_s: float  # read and written, 1 GiB
     bf16_flop_per_s: float  # torch.matmul of 8192 x 8192 x 8192
@@ -77,7 +77,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of one kind of step, medians: what a client would wait (wall) and what of it the device computed."""
+    """Medians of one kind of step: what a client would wait (wall) and what of it the device computed."""
 
     shape: str
     mode: str
@@ -89,7 +89,7 @@ class StepTime:
     floor_ms: float  # the weights' bytes and the cache's at the measured bandwidth, or the products at the measured rate, whichever is longer
 
     def host_share(self, wall_ms: float) -> float:
-        """Of a wall, in which the device waits."""
+        """The share of a wall in which the device waits."""
         return max(0.0, 1.0 - self.device_ms / wall_ms)
 
 
@@ -119,7 +119,7 @@ class Trace:
 
 
 def median_us(run: Callable[[], object]) -> float:
-    """Of one call, the second-level cache emptied before each."""
+    """Seconds of one call, the second-level cache emptied before each."""
     return 1e3 * float(triton.testing.do_bench(run, return_mode="median"))
 
 
@@ -217,7 +217,7 @@ def random_model(backend: CudaBackend, name: str, quantization: str) -> Decoder:
 
 
 def model_bytes(model: Decoder) -> int:
-    """Of all layers and the head: what a step reads of them."""
+    """Bytes of all layers and the head: what a step reads of them."""
     linears = [each for layer in model.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
     return sum(each.num_bytes for each in (*linears, model.weights.lm_head) if isinstance(each, CudaLinear))
 
@@ -306,7 +306,7 @@ def cache_block_bytes(backend: CudaBackend, shape: Shape) -> int:
 
 
 def room_for_blocks(backend: CudaBackend, shape: Shape) -> int:
-    """What fits into most of the memory that nobody holds. What the model before this one held is torch's until it is told to give it back."""
+    """As many blocks as fit into most of the memory that nobody holds. What the model before this one held is torch's until it is told to give it back."""
     gc.collect()
     torch.cuda.empty_cache()
     return int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape)

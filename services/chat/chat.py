@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def figures(self) -> str:
-        """What it cost, in a line; empty: nobody counted."""
+        """A line with what the answer cost; empty if nobody counted."""
         if self.usage is None or self.ttft_s is None:
             return ""
         parts = [f"{self.usage.num_output_tokens:,} tokens"]

@@ -258,7 +258,7 @@ def on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Han
 
 @contextmanager
 def quiet_keyboard() -> Iterator[None]:
-    """What is typed or pasted while an answer comes is kept for the next question, and does not show in between. Ctrl-C works."""
+    """Keeps what is typed or pasted while an answer comes for the next question, and does not show in between. Ctrl-C works."""
     if not sys.stdin.isatty():
         yield
         return

@@ -74,7 +74,7 @@ class Prompt:
         )  # fmt: skip
 
     def ask(self) -> str | None:
-        """What was typed; None at the end (Ctrl-D). Raises KeyboardInterrupt for Ctrl-C."""
+        """The line that was typed; None at the end (Ctrl-D). Raises KeyboardInterrupt for Ctrl-C."""
         try:
             return to_utf8(self.session.prompt("> "))
         except EOFError:

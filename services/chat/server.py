@@ -57,7 +57,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of an answer: some of what was said or thought, how it ended, or a word about the connection."""
+    """A piece of an answer: some of what was said or thought, how it ended, or a word about the connection."""
 
     text: str = ""
     reasoning: str = ""
@@ -97,7 +97,7 @@ class Server:
         self.http.close()
 
     def models(self) -> list[Model]:
-        """What the server serves. Raises StartupError."""
+        """The models that the server serves. Raises StartupError."""
         try:
             response = self.http.get("/models", timeout=CONNECT_TIMEOUT_S)
         except httpx.HTTPError as error:
@@ -192,7 +192,7 @@ class Server:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """What a connection can do to whoever reads from it, as Interrupted and ChatError."""
+    """Turns a connection's failures into Interrupted and ChatError."""
     try:
         yield
     except SSEError as error:
@@ -216,7 +216,7 @@ def read_chunk(chunk: dict[str, Any]) -> Piece:
 
 
 def error_message(response: httpx.Response) -> str:
-    """What a response that is an error says, in whichever shape its server has; at least its status."""
+    """The words of a response that is an error, in whichever shape its server has; at least its status."""
     status = f"HTTP {response.status_code} {response.reason_phrase}".strip()
     try:
         body = response.json()

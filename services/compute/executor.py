@@ -50,7 +50,7 @@ class Executor(Protocol):
         ...
 
     def tapped_states(self, batch: ScheduledBatch, hidden: Any, rows: Sequence[int]) -> torch.Tensor:
-        """What enters those of the model's layers that are tapped, of some of the batch's tokens, by
+        """The inputs of the model's tapped layers, for some of the batch's tokens, by
         their places in it: [rows, layers * hidden] in the model's dtype, a copy."""
         ...
 

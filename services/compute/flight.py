@@ -118,7 +118,7 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
 
 
 def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
-    """Those of a sequence's rows that a step of their own would have had: each is computed on what
+    """The sequence's rows that a step of their own would have had: each is computed on what
     the ones before it draw. Behind a row without a token, or with a last one, none stands."""
     standing = [prefixes[0]]
     for before, prefix in pairwise(prefixes):

@@ -61,7 +61,7 @@ class Model(Protocol):
         ...
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
-        """Of a step of so many tokens, num_logits of which get logits."""
+        """Bytes that a step of so many tokens needs, num_logits of which get logits."""
         ...
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
@@ -137,7 +137,7 @@ class ModelRunner:
         return self.model.states(hidden, self._wanted(_wanted_rows(batch, keys)))
 
     def tapped_states(self, batch: ScheduledBatch, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
-        """What enters those of the model's layers that are tapped, of some of the batch's tokens:
+        """The inputs of the model's tapped layers, for some of the batch's tokens:
         [rows, layers * hidden], a copy. Of the last step: `hidden` says which."""
         assert self.model.taps is not None
         return self.model.taps.take(batch.num_tokens)[to_device(np.array(rows, np.int64), self.buffers.device)]

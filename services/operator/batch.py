@@ -79,7 +79,7 @@ def first_line(file: IO[bytes]) -> bytes:
 
 
 def endpoint_of(source: Path, line: bytes) -> str:
-    """What the first line asks for; the others must ask for the same."""
+    """The endpoint and model of the first line; the others must ask for the same."""
     try:
         return str(json.loads(line)["url"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -169,7 +169,7 @@ def call(client: httpx.Client, method: str, path: str, **options: Any) -> dict[s
 
 
 def failure_of(response: httpx.Response) -> StartupError:
-    """What the gateway says of what it could not do."""
+    """The gateway's words about what it could not do."""
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

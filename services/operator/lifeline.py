@@ -1,4 +1,4 @@
-"""What ties the processes of one `penstock up` together, so that none outlives the launcher for long, however that ended, and no second Redis ever writes
+"""Ties the processes of one `penstock up` together, so that none outlives the launcher for long, however that ended, and no second Redis ever writes
 to a data folder that one still uses.
 
 A lock on the data folder, which the embedded Redis and every other process inherits: it is free when the last of them has ended, and not before.
@@ -59,17 +59,17 @@ class Lifeline:
 
     @property
     def of_redis(self) -> tuple[int, ...]:
-        """What Redis inherits."""
+        """The descriptors that Redis inherits."""
         return (self._shared.fileno(),)
 
     @property
     def of_stage(self) -> tuple[int, ...]:
-        """What a stage inherits."""
+        """The descriptors that a stage inherits."""
         return (self._shared.fileno(), self._launcher_lives, self._launcher_and_stages_write)
 
     @property
     def launcher_lives(self) -> int:
-        """What a stage reads: it ends with the launcher."""
+        """The pipe that a stage reads: it ends with the launcher."""
         return self._launcher_lives
 
     def start_watchman(self, socket_path: Path, password: str = "") -> "subprocess.Popen[bytes]":

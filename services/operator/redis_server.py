@@ -52,7 +52,7 @@ def url_of(data_dir: Path) -> str:
 
 
 def password_for(data_dir: Path, port: int) -> str:
-    """What a Redis that is about to be started wants of its clients; empty: nothing, where it has no port. Then there is no file of it either."""
+    """The password that a Redis to be started asks of its clients; empty where it has no port. Then there is no file of it either."""
     if port:
         return password_of(data_dir)
     (data_dir / PASSWORD_FILE).unlink(missing_ok=True)
@@ -60,7 +60,7 @@ def password_for(data_dir: Path, port: int) -> str:
 
 
 def password_of(data_dir: Path) -> str:
-    """What clients of a Redis on a TCP port say, which every user of this machine reaches: made once, kept in the data folder for its owner alone."""
+    """The password of a Redis on a TCP port, which every user of this machine reaches: made once, kept in the data folder for its owner alone."""
     path = data_dir / PASSWORD_FILE
     with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))

@@ -37,7 +37,7 @@ PIPE_WIDTH = 200
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a replica is and does. None: it has no such figure, or not yet."""
+    """A replica's figures. None: it has no such figure, or not yet."""
 
     stage: str
     replica_id: str

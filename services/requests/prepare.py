@@ -135,7 +135,7 @@ def with_model_defaults(context: RequestContext, body: GenerateBody, params: Sam
 
 
 def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
-    """What the model's makers say of sampling, by the names of SamplingParams."""
+    """The makers' sampling defaults, by the names of SamplingParams."""
     return next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
 
 

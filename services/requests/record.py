@@ -1,4 +1,4 @@
-"""What a response is, before and beside its events: its record in Redis, and the seeds of its
+"""A response before and beside its events: its record in Redis, and the seeds of its
 choices."""
 
 import os

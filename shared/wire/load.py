@@ -1,4 +1,4 @@
-"""What a replica announces of its work: typed here, on the wire a flat map of names to numbers.
+"""The figures that a replica announces of its work: typed here, on the wire a flat map of names to numbers.
 
 The map holds the figures that the replica has. A reader passes over names that it does not know,
 which a newer version may write; it refuses a known one that is no finite number.

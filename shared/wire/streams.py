@@ -81,7 +81,7 @@ def log_key(request_id: str) -> str:
 
 
 def response_key(response_id: str) -> str:
-    """What a gateway needs to stream a response again: gateway → any gateway. Lives 7 days at most, and an hour past the end
+    """The record by which a gateway streams a response again: gateway → any gateway. Lives 7 days at most, and an hour past the end
     of its last sequence."""
     return f"response:{response_id}"
 
@@ -139,7 +139,7 @@ def shares_key(model: str) -> str:
 
 
 def quota_key(tenant_id: str) -> str:
-    """What a tenant may still ask in this minute: a hash of `requests` and `tokens`, and `at`, the time of these numbers. Written by gateways, for
+    """The rest of a tenant's limits in this minute: a hash of `requests` and `tokens`, and `at`, the time of these numbers. Written by gateways, for
     tenants with limits only. Lives 2 minutes past the last submission: it is full by then."""
     return f"quota:{tenant_id}"
 

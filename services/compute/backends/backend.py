@@ -233,8 +233,8 @@ class Workspace:
 
 
 def total_bytes(workspaces: Sequence[Workspace]) -> int:
-    """Of models and heads that run one after the other on one backend. Each must have reserved what
-    it takes."""
+    """The bytes of models and heads that run one after the other on one backend. Each must have
+    reserved its own."""
     return max((each.shared for each in workspaces), default=0) + sum(each.own for each in workspaces)
 
 

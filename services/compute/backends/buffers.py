@@ -79,5 +79,5 @@ class Taps:
                 self.take(len(x))[:, place * self.hidden_size : (place + 1) * self.hidden_size].copy_(x)
 
     def take(self, num_tokens: int) -> Tensor:
-        """What is held of a step's first tokens, [num_tokens, layers * hidden]."""
+        """The rows held for a step's first tokens, [num_tokens, layers * hidden]."""
         return self.buffers.take("taps", (num_tokens, len(self.layers) * self.hidden_size), self.dtype)

@@ -174,8 +174,8 @@ class Constraints:
         return self._ask(sequence.handle, lambda state: state.compute_ff_tokens()[:most])
 
     def _ask(self, handle: int, question: Callable[[LLMatcher], list[int]]) -> list[int]:
-        """What the matcher's state says behind its sequence's last token. It is asked in the loop, so
-        it must say it fast: who did not is asked no more."""
+        """Asks the matcher's state behind its sequence's last token. The loop waits for the answer, so it
+        must come fast: a matcher that was slow is asked no more."""
         matcher = self.matchers[handle]
         if matcher.is_busy or matcher.is_slow or matcher.has_slow_drafts or handle in self.late or handle in self._undrafted:
             return []

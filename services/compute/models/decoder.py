@@ -116,7 +116,7 @@ class Decoder:
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
-        """Of a step of so many tokens, num_logits of which get logits."""
+        """Bytes that a step of so many tokens needs, num_logits of which get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))

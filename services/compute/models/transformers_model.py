@@ -81,7 +81,7 @@ class TransformersModel:
         )
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
-        """Of logits, in the model's dtype and in float32: what the library's modules take
+        """Bytes of logits, in the model's dtype and in float32: what the library's modules take
         besides is their own affair."""
         return Workspace(0, num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4))
 

@@ -101,7 +101,7 @@ class ChainProposer:
         return Chain(sequence, sequence.num_tokens, min(most, self.max_model_len - sequence.num_tokens))
 
     def _first_rows(self, chains: list[Chain]) -> list[BatchRow]:
-        """What the model has not read yet of each sequence, while the budget lasts: mostly its last
+        """The tokens of each sequence that the model has not read yet, while the budget lasts: mostly its last
         token, or two. One that it can't catch up with in a step has drafts in a later one."""
         rows, budget = [], self.max_batched_tokens
         for known, chain in sorted(

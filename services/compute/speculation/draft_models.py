@@ -38,8 +38,8 @@ class DraftModel:
 
 
 def load_draft_models(names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None) -> list[DraftModel]:
-    """Those that --speculate names. files, model: the target's; limit: the longest sequence wanted,
-    in tokens. Raises StartupError."""
+    """The models that --speculate names. files, model: the target's; limit: the longest sequence
+    wanted, in tokens. Raises StartupError."""
     found: list[DraftModel] = []
     if "self" in names:
         assert isinstance(model, Decoder)

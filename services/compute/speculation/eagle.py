@@ -32,7 +32,7 @@ MOST_SEQUENCES = 1024
 
 @dataclass(slots=True)
 class Unread:
-    """What the target has computed of a sequence last, and the head has not read yet."""
+    """The tokens of a sequence that the target has computed last, and the head has not read yet."""
 
     first: int  # of the places, in the sequence
     block_table: tuple[int, ...]

@@ -58,8 +58,8 @@ class EagleHead:
         self.inv_freq = self.config.ropes[0].inv_freq.to(backend.device)
 
     def workspace(self, num_tokens: int, max_model_len: int) -> Workspace:
-        """Of a step of so many tokens, with twice the logits of AT_ONCE of them, for what is made
-        of these."""
+        """Bytes that a step of so many tokens needs, with twice the logits of AT_ONCE of them: the
+        search needs as much again."""
         linears = [self.fc, self.qkv, self.output, *self.mlp.linears.values()]
         step = LargestStep(linears, [self.mlp], self.lm_head, self.attention, None, num_tokens, AT_ONCE, max_model_len)
         found = self.backend.workspace(step)
@@ -93,8 +93,8 @@ class EagleHead:
 
     @torch.inference_mode()
     def logits(self, results: Tensor) -> Tensor:
-        """Of the tokens that the head knows, [R, V] float32, good until the next call. results: of
-        `run`, [R, hidden]."""
+        """Logits of the tokens that the head knows, [R, V] float32, good until the next call.
+        results: those of `run`, [R, hidden]."""
         return self.lm_head.logits(results, norm=self.norms["norm"], eps=self.config.rms_norm_eps)
 
     @torch.inference_mode()

@@ -30,7 +30,7 @@ class Own:
     num_indexed: int = 0
 
     def look_up(self, context: list[int], most: int) -> tuple[list[int], int]:
-        """What followed the context's last tokens before, and how many of them stood there. Where
+        """The tokens that followed the context's last ones before, and how many of them stood there. Where
         that reaches the end, what follows is taken to go on as it does from there."""
         num_decided, token_ids = self.sequence.num_decided_tokens, self.sequence.token_ids
         self.index.add(token_ids[max(self.num_indexed, num_decided - OWN_TOKENS) : num_decided])

@@ -12,7 +12,7 @@ AUTO = ("grammar", "prediction", "lookup")
 
 
 def make_proposers(names: tuple[str, ...], constraints: Constraints, loaded: Sequence[Proposer] = ()) -> list[Proposer]:
-    """One of each name, those that run no model first. auto: all that need no weights of their own;
+    """Makes one proposer of each name, those that run no model first. auto: all that need no weights of their own;
     loaded: those that have them."""
     wanted = {each for name in names for each in (AUTO if name == "auto" else (name,))}
     made: dict[str, Proposer] = {"grammar": GrammarProposer(constraints), "prediction": PredictionProposer(), "lookup": Lookup()}

@@ -47,7 +47,7 @@ class MedusaHeads:
         return len(self.blocks)
 
     def workspace(self, num_tokens: int, max_model_len: int) -> Workspace:  # noqa: ARG002
-        """Of the logits and, once more, of what is made of them."""
+        """Bytes of the logits, and as many again for the search in them."""
         return Workspace(0, 2 * AT_ONCE * len(self) * self.num_rows * 4)
 
     @torch.inference_mode()

@@ -50,7 +50,7 @@ MAX_GRADE = 7
 
 
 class Proposer(Protocol):
-    """One of each kind for a replica. All methods are the loop's: no two run at once."""
+    """A replica has one proposer of each kind. All methods are the loop's: no two run at once."""
 
     @property
     def name(self) -> str:

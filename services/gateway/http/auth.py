@@ -1,4 +1,4 @@
-"""Who may do what: each request's key becomes its caller before any route sees it. Plain ASGI, so
+"""Authentication: each request's key becomes its caller before any route sees it. Plain ASGI, so
 that streams pass untouched.
 
 A path that is not named here wants a key. Routes have the caller from `context_of(request)`, or his

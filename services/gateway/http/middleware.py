@@ -1,4 +1,4 @@
-"""What wraps every request: its X-Request-Id, one Host, its origin, and a bound on its body. Plain
+"""The layers around every request: its X-Request-Id, one Host, its origin, and a bound on its body. Plain
 ASGI, so that streams pass untouched."""
 
 import re

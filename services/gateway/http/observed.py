@@ -1,4 +1,4 @@
-"""What is observed of each HTTP request: its status, counted, and the span that its trace begins
+"""Observes each HTTP request: its status, counted, and the span that its trace begins
 with. Plain ASGI, as middleware.py."""
 
 from starlette.datastructures import Headers

@@ -113,7 +113,7 @@ def _by_replica(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name:
 
 
 def _steps(compute: list[Replica]) -> Iterator[Metric]:
-    """What is said of compute's steps by part, by number of tokens, and by place in a draft."""
+    """Compute's figures of its steps by part, by number of tokens, and by place in a draft."""
     parts = CounterMetricFamily("penstock_step_seconds", "Time of compute's steps, by part", labels=["replica", "model_name", "part"])
     tokens = HistogramMetricFamily("penstock_iteration_tokens_total", "Tokens computed in a step", labels=["replica", "model_name"])
     places = CounterMetricFamily(

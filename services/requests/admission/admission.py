@@ -1,4 +1,4 @@
-"""Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in
+"""Admission: the names that are served, and bounds on what is in the pipeline of a model, in
 requests and in tokens, over all gateways.
 
 What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id,

@@ -1,4 +1,4 @@
-"""What a tenant's requests and stored responses hold in Redis: bounded over all gateways, so that
+"""The bytes that a tenant's requests and stored responses hold in Redis: bounded over all gateways, so that
 one tenant can't take all of its memory.
 
 A request counts from its admission to its end, a stored response as long as it is stored. The

@@ -1,4 +1,4 @@
-"""What a response looks like, in a stream and whole: one class for chat completions, one for
+"""The forms of a response, in a stream and whole: one class for chat completions, one for
 completions."""
 
 from collections.abc import Iterable

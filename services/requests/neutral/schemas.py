@@ -274,7 +274,7 @@ def read_function_call(value: Any) -> Any:
 
 
 def description_of(name: str) -> str:
-    """What GenerateBody says of a field, for the bodies of other APIs that have the same one."""
+    """GenerateBody's description of a field, for the bodies of other APIs that have the same one."""
     return GenerateBody.model_fields[name].description or ""
 
 
@@ -347,7 +347,7 @@ class ChatCompletionBody(GenerateBody):
 
     @property
     def echoed(self) -> str:
-        """What the answer is to begin with. Raises Invalid for too much."""
+        """The text that the answer begins with. Raises Invalid for too much."""
         last = self.messages[-1]
         text = last.to_wire().content if self.echo and last.role == "assistant" else ""
         if len(text) > MAX_ECHO:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between two markers at the beginning of what it writes."""
+"""A model's thoughts before its answer, between two markers at the beginning of what it writes."""
 
 from dataclasses import dataclass
 

@@ -31,7 +31,7 @@ KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a text",
 
 
 class NoSchema(ValueError):
-    """What stands where a schema should."""
+    """A value that is no schema stands where one should."""
 
 
 def normalize(schema: Any, *, null_is_absent: bool) -> None:
@@ -82,7 +82,7 @@ def require(node: Json) -> None:
 
 
 def problem_of(key: str, value: Any) -> str | None:
-    """What is wrong with the value of a keyword, not looking at the schemas in it; None:
+    """The fault of a keyword's value, not looking at the schemas in it; None:
     nothing."""
     if key == "type":
         return problem_of_type(value)

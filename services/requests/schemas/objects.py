@@ -1,4 +1,4 @@
-"""What schemas say of an object's properties as a whole, in the words of `properties`, `required`
+"""An object's properties as a whole, in the words of `properties`, `required`
 and `anyOf`."""
 
 import json

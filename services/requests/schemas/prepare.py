@@ -1,4 +1,4 @@
-"""What a client asks an answer to match, made such that it can be enforced, and what of it can't
+"""Makes what a client asks an answer to match enforceable, and says what of it can't
 be. Runs in the helper: a schema may take long."""
 
 import json

@@ -1,4 +1,4 @@
-"""Who asks, and what they may: a tenant is everybody who uses one API key. What it stores and
+"""Tenants and what they may do: a tenant is everybody who uses one API key. What it stores and
 streams is its own, and so are the prefixes that it caches."""
 
 from dataclasses import dataclass

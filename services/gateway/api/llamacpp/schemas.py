@@ -41,7 +41,7 @@ def read_prompts(value: Any, most: int = MAX_SEQUENCES) -> list[Pieces]:
 
 
 def read_inputs(value: Any) -> list[Pieces]:
-    """What vectors are made of, as prompts are read."""
+    """The texts or tokens that vectors are made of, as prompts are read."""
     return read_prompts(value, MAX_INPUTS)
 
 

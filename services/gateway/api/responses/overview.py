@@ -1,4 +1,4 @@
-"""What an administrator sees of all tenants' responses, whatever API they are of and whether their
+"""An administrator's view of all tenants' responses, whatever API they are of and whether their
 keys are still good: what runs, and what is stored."""
 
 from typing import Any
