@@ -118,7 +118,7 @@ class Store:
                 await pipe.execute()
 
     async def _handed_back(self, record: ResponseRecord) -> tuple[str, int, bytes] | None:
-        """How much the response before must keep when this one goes, which names its items. Returns its id, its kept length now, and the new one; None for nothing."""
+        """How much the response before must keep when this one, which names its items, goes: its id, its kept length now, and the new one. None: nothing."""
         packed = await self._get(record.response_id)
         stored = await decode(packed) if packed is not None else Stored({}, [])
         before = stored.asked.get("previous_response_id")
