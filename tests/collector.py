@@ -56,7 +56,7 @@ class Collector:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of processes that send their spans here, at once."""
+        """Makes processes send their spans here, at once."""
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self.server.server_port}", "OTEL_BSP_SCHEDULE_DELAY": "50"}
 
     def of(self, trace_id: str) -> list[Span]:

@@ -26,7 +26,7 @@ NO_TESTS = 5  # pytest's exit code
 
 @dataclass
 class Report:
-    """What has been run so far."""
+    """The rounds so far."""
 
     rounds: Counter[str] = field(default_factory=Counter)  # by file
     refuted: Counter[str] = field(default_factory=Counter)  # by test

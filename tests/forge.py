@@ -30,7 +30,7 @@ VARIABLES = {kind: f"FORGE_OF_{kind.upper()}" for kind in KINDS}  # the address 
 
 
 class ForkedProcess:
-    """What tests use of subprocess.Popen, for a process whose parent is another: that one tells the exit code."""
+    """The part of subprocess.Popen that tests use, for a process whose parent is another: that one tells the exit code."""
 
     def __init__(self, connection: socket.socket, module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         self.args = module

@@ -1,4 +1,4 @@
-"""What the playground must do. Each check has a browser of its own."""
+"""Checks of the playground. Each has a browser of its own."""
 
 import json
 from collections.abc import Callable

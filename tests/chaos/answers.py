@@ -44,7 +44,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of a response. `last_id` is where to resume."""
+    """A response so far. `last_id` is where to resume."""
 
     choices: list[Choice]
     last_id: str | None = None

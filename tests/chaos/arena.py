@@ -1,4 +1,4 @@
-"""What a fault has in its hands: the processes, Redis, the clients, and the history."""
+"""The things in a fault's hands: the processes, Redis, the clients, and the history."""
 
 from dataclasses import dataclass
 

@@ -43,7 +43,7 @@ COUNTS = {"sampler": 2, "tokenizer": 1, "compute": 1, "gateway": 1, "jobs": 2}
 
 @dataclass(slots=True)
 class Run:
-    """What has been done, and what was wrong."""
+    """The run so far, and what was wrong."""
 
     cluster: Cluster
     rng: random.Random

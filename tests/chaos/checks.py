@@ -1,4 +1,4 @@
-"""What must hold in Redis once every request has ended: nothing queued, nothing pending, whole token logs, no key without a TTL."""
+"""Checks of Redis once every request has ended: nothing queued, nothing pending, whole token logs, no key without a TTL."""
 
 import asyncio
 import time
@@ -38,14 +38,14 @@ class Checks:
         return sum(int(decode(Replica, each).load.tokens or 0) for each in announced if each is not None)
 
     async def note_drafts(self) -> None:
-        """Of the compute replicas that live now, as of their last announcements."""
+        """Notes the drafts of compute replicas that live now, as last announced."""
         async with self.cluster.store.client() as client:
             announced = [await client.get(key) for key in await client.keys("replica:compute:*")]
         for each in (decode(Replica, value) for value in announced if value is not None):
             self.drafts[each.replica_id, each.pid] = int(each.load.spec_decode_draft_tokens or 0), int(each.load.spec_decode_accepted_tokens or 0)
 
     def told_drafts(self) -> str:
-        """Who drafted, and how many tokens, but for processes that died before their round was over."""
+        """Counts of drafters and of tokens, but for processes that died before their round was over."""
         lives = ", ".join(f"{name} {count}" for name, count in self.cluster.speculators.most_common())
         drafted, stood = (sum(each[which] for each in self.drafts.values()) for which in (0, 1))
         return f"lives of compute by --speculate: {lives}; tokens drafted {drafted}, stood {stood}"
@@ -117,7 +117,7 @@ async def keys_without_ttl(client: Any) -> list[str]:
 
 
 def log_problem(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> str | None:
-    """What is wrong with a log, once its request should have ended; None for one that is whole."""
+    """The first problem of a log whose request should have ended; None for one that is whole."""
     position, end = 0, None
     for raw_id, values in entries:
         entry_id = raw_id.decode()

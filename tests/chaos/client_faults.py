@@ -147,7 +147,7 @@ async def bytes_in_redis(arena: Arena) -> int:
 def refused(
     arena: Arena, rng: random.Random, kind: str, name: str, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
 ) -> "asyncio.Task[Outcome | None]":
-    """What no server should take: fine if it was refused as the client's fault."""
+    """Sends what no server should take: fine if refused as the client's fault."""
     return send_until_answered(arena, rng, kind, name, "refusal", method, path, data, headers)
 
 

@@ -21,7 +21,7 @@ class Clocks:
     library: Path
 
     def environment(self, name: str) -> dict[str, str]:
-        """Of a process whose clock can be set."""
+        """Lets the process's clock be set."""
         if not self._file(name).exists():
             self.set(name, 0)
         return {

@@ -157,7 +157,7 @@ class Cluster:
         self.crashes.setdefault(f"{slot.stage} {words}: {last[:100]}", []).append(tail)
 
     def take_crashes(self) -> list[str]:
-        """Those since the last call: each kind once, with how often, and the end of one log."""
+        """Crashes since the last call: each kind once, with how often, and the end of one log."""
         taken, self.crashes = self.crashes, {}
         return [f"{len(tails)} x {words}\n{tails[0]}" for words, tails in taken.items()]
 
@@ -214,7 +214,7 @@ class Cluster:
                 await asyncio.sleep(0.1)
 
     async def late(self, http: httpx.AsyncClient) -> list[str]:
-        """Who is not ready."""
+        """Names of what is not ready."""
         try:
             late = [slot.name for slot in self.slots if not await self.is_live(slot)]
         except (redis.RedisError, OSError) as error:

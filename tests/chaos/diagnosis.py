@@ -16,7 +16,7 @@ MAX_REQUESTS = 6
 
 
 async def explain(cluster: Cluster, journals: list[Journal]) -> str:
-    """What there is to know about these requests."""
+    """All there is to know about these requests."""
     lines = []
     try:
         async with cluster.store.client() as client:

@@ -148,7 +148,7 @@ def table() -> dict[str, Fault]:
 
 
 def more() -> list[Fault]:
-    """Those that the minute of CI does not draw."""
+    """Faults that the minute of CI does not draw."""
     faults = [
         Fault(f"{mode}-{stage}", 1, partitions.partition(mode, stage), f"{mode}, between the stage and Redis, for 0.5 to 12 s", family="network",
               draw="more", needs="proxies")

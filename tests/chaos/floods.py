@@ -24,7 +24,7 @@ REST_S = 0.2  # of a flooder that was refused
 
 
 async def again_and_again(client: httpx.AsyncClient, method: str, path: str, body: Any) -> None:
-    """One of a flood's clients: it asks until it is cancelled, and is hardly put off."""
+    """Asks as one of a flood's clients until it is cancelled, and is hardly put off."""
     while True:
         with suppress(httpx.HTTPError):
             reply = await client.request(method, path, json=body, timeout=LONGEST_S)

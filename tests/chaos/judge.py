@@ -99,7 +99,7 @@ class Judge:
         self.requests[record["id"]] = request
 
     def _see(self, request: Request, what: str, record: Record) -> None:
-        """What came, or what the client did. Raises Wrong."""
+        """Judges what came, or what the client did. Raises Wrong."""
         if what == "send":
             self._send(request, record)
         elif what == "reply":

@@ -22,7 +22,7 @@ class Span:
 
 @dataclass(slots=True)
 class Longest:
-    """Of one kind of fault, in s."""
+    """Pauses of one kind of fault, in s."""
 
     pause_s: float = 0.0
     alone_s: float = 0.0  # while no other kind of fault lasted

@@ -26,7 +26,7 @@ TRICKLE, TRICKLE_PAUSE_S = 300, 0.002  # bytes at a time, and the pause after th
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One of the process's connections, and what leads on from it."""
+    """A connection of the process, and what leads on from it."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter

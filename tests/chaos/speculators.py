@@ -1,4 +1,4 @@
-"""Who drafts on a compute replica: another for each life of each, drawn by the run's seed. No text may show it."""
+"""Drafters of compute replicas: another for each life of each, drawn by the run's seed. No text may show it."""
 
 import random
 from pathlib import Path

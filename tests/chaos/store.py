@@ -165,7 +165,7 @@ class Store:
                 await asyncio.sleep(0.1)
 
     async def _rewrite(self, client: Any) -> None:
-        """What docs/operate/trouble.md wants after a full disk, for all gateways may be dead: until then a crash may cost the file."""
+        """Does as docs/operate/trouble.md wants after a full disk, for all gateways may be dead: until then a crash may cost the file."""
         await self._until(client, {"aof_last_write_status": "ok"})
         with suppress(redis.ResponseError):  # a gateway has begun it
             await client.bgrewriteaof()

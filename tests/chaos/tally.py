@@ -1,4 +1,4 @@
-"""What has been seen in a run: how each request ended, what was wrong, and the figures of the table at the end."""
+"""The tally of a run: how each request ended, what was wrong, and the figures of the table at the end."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Journal:
-    """What a client did for one request, line by line: what one wants to read when it has hung."""
+    """A client's steps for one request, line by line: what one wants to read when it has hung."""
 
     name: str
     started_at: float  # as all times here, of the history

@@ -52,7 +52,7 @@ REFERENCE = whole(1, 1, 2, 3, 4)
 
 
 def outcomes(folder: Path, *records: dict[str, Any], run: dict[str, Any] = RUN) -> list[tuple[str, str]]:
-    """What the judge finds in this history after the reference, read from its file."""
+    """The judge's findings in this history after the reference, read from its file."""
     path = folder / "history.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in [run, *REFERENCE, *records]))
     found = judged(path).tally.outcomes

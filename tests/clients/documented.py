@@ -32,7 +32,7 @@ def block(client: str, language: str, url: str, model: str) -> str:
 
 
 def names_of(client: str, url: str, model: str) -> dict[str, Any]:
-    """What the client's Python block defines."""
+    """Names that the client's Python block defines."""
     names: dict[str, Any] = {}
     exec(compile(block(client, "python", url, model), str(PAGE), "exec"), names)
     return names

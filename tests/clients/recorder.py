@@ -53,7 +53,7 @@ def outline(value: Any, key: str = "") -> Any:
 
 
 class Recorder:
-    """What passed, in order."""
+    """Calls that passed, in order."""
 
     def __init__(self, gateway: str) -> None:
         self.gateway = urlsplit(gateway)
@@ -66,7 +66,7 @@ class Recorder:
 
     @property
     def refused(self) -> list[Call]:
-        """What the gateway did not take."""
+        """Calls that the gateway refused."""
         return [call for call in self.calls if call.status >= 400]
 
     def forms(self) -> list[dict[str, Any]]:

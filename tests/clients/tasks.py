@@ -1,4 +1,4 @@
-"""What the scripted model is asked, and what it answers: a coding task for each agent, and a question about the weather for everybody else."""
+"""The scripted model's tasks and answers: a coding task for each agent, and a question about the weather for everybody else."""
 
 import json
 import os
@@ -17,7 +17,7 @@ REPORT = "In Paris: rains"  # and what the model makes of it
 
 
 def task_of(agent: str) -> str:
-    """What the agent is told."""
+    """The agent's task."""
     return f"{phrase(agent)}: write the agreed word to {FILE}, then read the file and say what it says."
 
 

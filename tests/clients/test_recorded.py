@@ -1,4 +1,4 @@
-"""What clients of today send is taken: the forms of their requests as `make verify SUITE=clients ARGS=--record` kept them, with other content."""
+"""The requests of today's clients are taken: their forms as `make verify SUITE=clients ARGS=--record` kept them, with other content."""
 
 import json
 from pathlib import Path

@@ -32,7 +32,7 @@ PATIENCE_S = 120.0  # without a further line of a batch
 
 
 def override() -> dict[str, object]:
-    """What the machine's pip and apt need, as a compose file of the test's own."""
+    """A compose file of the test's own with what the machine's pip and apt need."""
     found = {name: os.environ.get(f"PENSTOCK_TEST_{name.upper()}") for name in ("pip_conf", "apt_conf", "ca")}
     secrets = {name: path for name, path in found.items() if path}
     build: dict[str, object] = {"secrets": list(secrets)} if secrets else {}
@@ -63,7 +63,7 @@ class Compose:
         subprocess.run([*self.command, *arguments], env=self.environment, check=True)
 
     def read(self, *arguments: str) -> str:
-        """What the command prints."""
+        """The command's output."""
         return subprocess.run([*self.command, *arguments], env=self.environment, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
     async def scale(self, tokenizers: int, samplers: int) -> None:
@@ -149,7 +149,7 @@ def check_confinement(compose: Compose) -> None:
 
 
 def check_rights(compose: Compose, key: str) -> None:
-    """Who is refused what: without a key, without an administrator's, without Redis' password; and no stage was refused a command of its own."""
+    """Checks refusals: without a key, without an administrator's, without Redis' password; and that no stage was refused a command of its own."""
     refused = compose.get("/v1/models")
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key", refused.text
     assert compose.get("/metrics", key).status_code == 403

@@ -1,4 +1,4 @@
-"""Who may do what: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
+"""Access: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
 
 import json
 import socket
@@ -350,7 +350,7 @@ def test_no_more_than_a_hundred_batches_of_a_tenant_run_however_they_are_asked_f
 
 
 def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
-    """What two tenants ask is never found in one cache: their salts differ, whatever they give, and nobody can spell another's."""
+    """Two tenants' requests are never found in one cache: their salts differ, whatever they give, and nobody can spell another's."""
     keys = {name: site.key(name, priority=priority) for name, priority in (("urgent", -5), ("patient", 7))}
     ids = {each.name: each.tenant_id for each in read_keys(site.path)}
     salts = set()

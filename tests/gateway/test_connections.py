@@ -71,7 +71,7 @@ def connection(deployment: Deployment, begin: bytes = b"") -> Iterator[socket.so
 
 
 def answer_to_a_flood(deployment: Deployment, head: bytes, piece: bytes) -> bytes:
-    """What comes back to a head and then one piece after the other without an end; empty if the connection was cut."""
+    """The answer to a head and then one piece after the other without an end; empty if the connection was cut."""
     with suppress(ConnectionError), connection(deployment, head + piece * (1 + MAX_HEAD_BYTES // len(piece))) as sock:
         return read_response(sock)
     return b""

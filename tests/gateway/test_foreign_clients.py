@@ -136,7 +136,7 @@ def test_logprobs_of_the_whole_vocabulary_are_refused_by_name(gateways: Deployme
 
 
 def test_what_is_used_where_the_request_is_silent_is_said(deployment: Deployment) -> None:
-    """By the card of a model, for pages that show it, and by a response's object."""
+    """A model's card, for pages that show it, and a response's object say it."""
     own = Backstage(deployment.redis_url, sampling={"temperature": 0.2, "top_p": 0.9})
     try:
         start_gateways(deployment)

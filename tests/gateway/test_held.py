@@ -1,4 +1,4 @@
-"""What lies in Redis is bounded: nothing stays of what was refused, a tenant holds so much and no more, and near the memory limit new requests wait."""
+"""Redis' contents are bounded: nothing stays of what was refused, a tenant holds so much and no more, and near the memory limit new requests wait."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

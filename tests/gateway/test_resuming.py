@@ -19,7 +19,7 @@ def response_of(stream: Any) -> str:
 
 
 def takeovers(backstage: Backstage, request: Any) -> list[tuple[str | None, int]]:
-    """By whom, and as which generation of readers. Once each: a gateway whose events come late announces itself again, as what it is, or as none (0)."""
+    """Gateways and their generations of readers. Once each: a gateway whose events come late announces itself again, as what it is, or as none (0)."""
     attached = [each for each in backstage.controls("attach") if request.request_id in each.request_ids and each.generation]
     return list(dict.fromkeys((each.gateway_id, each.generation) for each in attached))
 

@@ -1,4 +1,4 @@
-"""What of a schema can't be enforced is checked at an answer's end: also of one that is read later, from where its stream broke off, or by a batch's worker."""
+"""Parts of a schema that can't be enforced are checked at an answer's end: also of one read later, from where its stream broke off, or by a batch's worker."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def answered(gateways: Deployment, backstage: Backstage, path: str, **fields: An
 
 
 def told(text: str) -> list[Any]:
-    """What the chunks of a stream say of the schema."""
+    """The schema errors in a stream's chunks."""
     chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
     return [(chunk.get("response") or chunk)["penstock"]["schema_errors"] for chunk in chunks if "penstock" in (chunk.get("response") or chunk)]
 

@@ -1,4 +1,4 @@
-"""What a gateway tells of a request when it has ended: in its log, in /metrics and in a trace that another gateway goes on with. One pair of gateways."""
+"""A gateway's account of a request that has ended: in its log, in /metrics and in a trace that another gateway goes on with. One pair of gateways."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) 
 
 
 def ended(deployment: Deployment, response_id: str) -> list[Any]:
-    """What gateways have said of a response's end. The last line may be half written."""
+    """The lines that gateways logged of a response's end. The last line may be half written."""
     lines = [line for path in deployment.folder.glob("gateway-*.log") for line in path.read_text().rpartition("\n")[0].splitlines()]
     said = [json.loads(line) for line in lines]
     return [each for each in said if each["event"] == "request ended" and each["response_id"] == response_id]

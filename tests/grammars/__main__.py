@@ -114,7 +114,7 @@ def of_suite(folder: Path, counts: Counter[str]) -> list[str]:
 
 
 def check(some: list[Any], temperature: float, seed: int, counts: Counter[str]) -> list[str]:
-    """What did not keep to its schema."""
+    """Answers that broke their schemas."""
     answers = generate([enforced(each) for each in some], temperature=temperature, seed=seed, max_tokens=400)
     counts["schemas"] += len(some)
     counts.update(answer.finish_reason for answer in answers)

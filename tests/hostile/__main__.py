@@ -39,7 +39,7 @@ OPEN = ("/", "/health", "/v1/health", "/ready", "/ping")
 
 
 def judge(case: Case, reply: httpx.Response) -> str:
-    """What is wrong with the answer; empty: nothing."""
+    """The problem with the answer; empty: none."""
     path = case.path.partition("?")[0]
     if not case.has_key and path not in OPEN and reply.status_code != 401:
         return "answered without a key"
@@ -68,7 +68,7 @@ class Attack:
         self.gateway = psutil.Process(deployment.processes["gateway-1"].pid)
 
     def memory_mb(self) -> float:
-        """Of the gateway and its helpers."""
+        """Memory of the gateway and its helpers."""
         return sum(float(each.memory_info().rss) for each in (self.gateway, *self.gateway.children(recursive=True))) / 1e6
 
     async def send(self, client: httpx.AsyncClient, case: Case) -> None:
@@ -94,7 +94,7 @@ class Attack:
             await self.send(client, case)
 
     def break_connections(self) -> None:
-        """What is no HTTP is answered with 400, or hung up on."""
+        """Broken HTTP is answered with 400, or hung up on."""
         headers = f"Host: x\r\nAuthorization: Bearer {self.key}\r\n".encode()
         for content in BROKEN:
             with socket.create_connection(("127.0.0.1", self.deployment.ports["gateway-1"]), timeout=5) as sock:

@@ -20,7 +20,7 @@ MOST_T = 5.0  # what chance does not reach in two comparisons
 
 
 async def tell_apart(url: str, key: str) -> str:
-    """What the times tell, in words; empty: nothing."""
+    """Says what the times tell, in words; empty: nothing."""
     tries = {
         "nothing of it": PREFIX + secrets.token_urlsafe(32),
         "all but the last character": key[:-1] + ("A" if key[-1] != "A" else "B"),

@@ -11,7 +11,7 @@ FLOAT32 = TorchBackend(torch.float32, CPU)
 
 
 def native_backend() -> CpuBackend:
-    """Of the instruction set that the test runs on."""
+    """The backend of the test's instruction set."""
     backend = choose_backend(torch.bfloat16, CPU)
     assert isinstance(backend, CpuBackend)
     return backend

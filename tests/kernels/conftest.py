@@ -26,7 +26,7 @@ def threads_of_torch() -> Iterator[None]:
 
 @pytest.fixture(params=list(INSTRUCTION_SETS))
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What native code runs on during the test, wherever a backend is chosen."""
+    """Native code runs on this set during the test, wherever a backend is chosen."""
     if open_context() is None:
         if os.environ.get(WITHOUT_KERNELS) != "1":
             pytest.fail(f"the native kernels are not built: install g++ and run penstock build-kernels, or set {WITHOUT_KERNELS}=1")

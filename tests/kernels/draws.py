@@ -26,7 +26,7 @@ def sent(rows: CandidateRows, which: list[int]) -> StepCandidates:
 
 
 def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
-    """What a sampler decides: it knows the requests' parameters, and of the row what the message says."""
+    """A sampler's decisions: it knows the requests' parameters, and of the row what the message says."""
     seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
     temperatures = np.array([sequence.params.temperature for sequence in sequences])
     if len(step.temperatures):

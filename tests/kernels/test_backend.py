@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 90)), list(range(100, 117))]
 
 
 def generated(quantization: str) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """What a model of its own, on a context of its own, says to the prompts; and its logits."""
+    """Answers of a model of its own, on a context of its own, to the prompts; and its logits."""
     engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization)
     outputs = engine.generate(PROMPTS, 16)
     return outputs, [torch.stack(engine.logits[number]) for number in range(len(PROMPTS))]
@@ -113,7 +113,7 @@ def test_the_largest_step_works_in_what_was_counted(quantization: str) -> None:
 
 
 def test_models_of_one_backend_work_in_the_same_memory() -> None:
-    """What a target and its drafter share counts once; the logits of each are its own."""
+    """Memory that a target and its drafter share counts once; the logits of each are its own."""
     config, backend = read_config(open_model("demo").config), native_backend()
     first, second, other = (
         Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization=each), backend).workspace(512, 64, 512) for each in ("none", "none", "w4")

@@ -1,4 +1,4 @@
-"""What a config.json may say: whatever stands in it is read, or refused in one line that says what is wrong."""
+"""Anything in a config.json is read, or refused in one line that says what is wrong."""
 
 import json
 import shutil

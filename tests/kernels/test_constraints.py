@@ -65,7 +65,7 @@ def mask_of(constraints: Constraints, sequence: Sequence) -> Any:
 
 
 def expected(constraint: Constraint, output: list[int]) -> set[int]:
-    """By a matcher of its own."""
+    """Ids that a matcher of its own allows."""
     state = compile_grammar(constraint, vocabulary())
     assert state.consume_tokens(output)
     return ids_of(np.frombuffer(state.compute_bitmask(), np.uint8))

@@ -56,7 +56,7 @@ def test_another_arithmetic_is_another_fingerprint(folder: Path) -> None:
 
 
 def test_contents_are_hashed_once(folder: Path) -> None:
-    """Of a file that has not changed, the hash beside it is believed."""
+    """The hash beside a file that has not changed is believed."""
     before = fingerprint_of(folder)
     kept = json.loads((folder / HASHES).read_text())
     kept["model.safetensors"][1] = "0" * 64

@@ -46,7 +46,7 @@ def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | 
 
 
 def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
-    """By how much a layer's result may differ from the exact product of x and the dequantized weights: half a step of int8 in each activation, the
+    """The most that a layer's result may differ from the exact product of x and the dequantized weights: half a step of int8 in each activation, the
     result's rounding to bf16, and float32's in the sums."""
     group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
     weight = matrix.dequantize(torch.float64).abs()

@@ -178,7 +178,7 @@ def assert_rope(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_bfloat16_is_close(tmp_path: Path) -> None:
-    """What a CPU serves: the same likeliest tokens but for near ties, and logits within 5% of their spread."""
+    """A CPU serves the same likeliest tokens but for near ties, and logits within 5% of their spread."""
     model = random_model(LlamaConfig(**WIDE))
     path = Writer(model, tmp_path / "model.gguf").write(Kind.Q4_1)
     [prompt] = prompts(1, SIZES["vocab_size"], seed=3)
@@ -273,7 +273,7 @@ def test_the_sizes_of_types_are_the_gguf_packages() -> None:
 
 
 def test_a_folder_of_metadata_is_whoever_was_first_s(tmp_path: Path) -> None:
-    """What another process has written stays. A folder that is no such is no success."""
+    """Another process's metadata stays. A folder of anything else is no success."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "config.json").write_text("{}")

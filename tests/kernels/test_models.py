@@ -205,7 +205,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_a_multimodal_folder(tmp_path: Path) -> None:
-    """What the other stages ask a model's files for is in text_config; --max-model-len chooses longrope's factors."""
+    """Other stages find in text_config what they ask a model's files for; --max-model-len chooses longrope's factors."""
     config = CONFIGS["phi3-longrope"].to_dict()
     reference_model("phi3-longrope", tmp_path)
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)

@@ -32,7 +32,7 @@ def wrong_links(page: Path, text: str, anchors: dict[Path, set[str]]) -> list[Pr
 
 
 def problem_of(page: Path, target: str, anchors: dict[Path, set[str]]) -> str | None:
-    """What is wrong with a link; None: nothing, or it leads out of the repository."""
+    """The problem of a link; None: no problem, or it leads out of the repository."""
     if re.match(r"[a-z]+:", target):
         return None
     path, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""What sets the passwords of deploy/redis/users.acl leaves no user with the one that everybody knows."""
+"""Files that set the passwords of deploy/redis/users.acl leave no user with the one that everybody knows."""
 
 import re
 

@@ -25,7 +25,7 @@ MAX_LENGTH = 512  # of a window; of the API client's own, lm-eval keeps two toke
 
 
 def evaluate(model: str, arguments: dict[str, Any]) -> dict[str, list[Any]]:
-    """Of each task the answers to all of its requests, in order: (loglikelihood, whether it is greedy), or of a whole text the former."""
+    """Each task's answers to all of its requests, in order: (loglikelihood, whether it is greedy), or of a whole text the former."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -26,7 +26,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What Penstock refuses, or does otherwise, on purpose."""
+    """A request refused, or answered otherwise, on purpose."""
 
     what: str  # the first cell of its row in docs/use/other-apis.md, which says why
     path: str

@@ -57,7 +57,7 @@ def num_in_flight(deployment: Deployment) -> int:
 
 
 def compute_load(deployment: Deployment) -> Load:
-    """What the one compute replica announced last; it does every second. One whose lease ran out on a machine that stood still is waited for."""
+    """The one compute replica's last load; it announces one every second. A replica whose lease ran out on a machine that stood still is waited for."""
     [compute] = wait_until(lambda: deployment.registry().of("compute"), description="compute is in the registry")
     return compute.load
 

@@ -71,7 +71,7 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> list[Json]:
 
 
 def texts_of(url: str, body: Json, *, is_expected: bool = False) -> Any:
-    """What of an answer is a function of the request."""
+    """The part of an answer that the request decides."""
     if url == EMBEDDINGS:
         return [pytest.approx(each["embedding"], abs=1e-4) if is_expected else each["embedding"] for each in body["data"]]  # torch rounds by the batch
     if url == RESPONSES:

@@ -1,4 +1,4 @@
-"""What llama.cpp's server tests check on OpenAI's routes, in words and code of our own: each name is a behaviour. docs/use/chat.md says what we leave out."""
+"""Checks of llama.cpp's server tests on OpenAI's routes, in words and code of our own: each name is a behaviour. docs/use/chat.md says what we leave out."""
 
 import threading
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ class Terminal:
         self._stream = pyte.Stream(self.screen)
 
     def write(self, text: str) -> None:
-        """What the command put out, by pexpect."""
+        """Takes the command's output from pexpect."""
         self._stream.feed(text)
 
     def flush(self) -> None:

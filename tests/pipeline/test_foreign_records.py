@@ -1,4 +1,4 @@
-"""What somebody else has written into Redis: it never leads out of the files folder, removes nothing there, and stops nobody."""
+"""Records of somebody else's in Redis never lead out of the files folder, remove nothing there, and stop nobody."""
 
 import asyncio
 import time

@@ -32,7 +32,7 @@ def length(vector: list[float]) -> float:
 
 
 def vectors(found: Any) -> list[list[float]]:
-    """Of OpenAI's list."""
+    """Vectors of OpenAI's list."""
     return [each["embedding"] for each in found["data"]]
 
 

@@ -173,7 +173,7 @@ def test_logprobs_of_a_completion_have_the_sampled_token(demo: Deployment) -> No
 
 
 def test_the_token_that_ends_an_answer_has_its_logprob_in_completions(demo: Deployment) -> None:
-    """Who scores texts counts on one for each generated token. Chats have those of the text only."""
+    """Scorers of texts count on one for each generated token. Chats have those of the text only."""
     eos = tokenizer().eos_token_id
     ended = complete(demo, max_tokens=3, logprobs=1, echo=True, temperature=0, logit_bias={str(eos): 100}, return_token_ids=True).choices[0]
     ids = [*ended.model_extra["prompt_token_ids"], *ended.model_extra["token_ids"]]

@@ -1,4 +1,4 @@
-"""What a worker looks after now and then: batches that nobody has, Redis' memory, and what nobody needs any more."""
+"""A worker looks now and then after batches that nobody has, Redis' memory, and what nobody needs any more."""
 
 import asyncio
 import io

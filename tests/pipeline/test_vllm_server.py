@@ -27,7 +27,7 @@ MANY = 40
 
 
 def text(it: Any) -> str:
-    """Of a completion, or of a chat."""
+    """A completion's text, or a chat's."""
     choice = it["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 

@@ -60,7 +60,7 @@ class Up:
         return children
 
     def end(self) -> None:
-        """By force, whatever state it is in."""
+        """Kills it, whatever state it is in."""
         for process in [*self.children(), self.process] if self.process.poll() is None else []:
             with contextlib.suppress(psutil.NoSuchProcess):  # some end with their parent
                 process.kill()

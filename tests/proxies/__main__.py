@@ -76,7 +76,7 @@ class Site:
     keys: dict[str, str]  # by tenant
 
     def client(self, tenant: str = "team", *, keep_alive: bool = True) -> httpx.AsyncClient:
-        """Of the site by its name, whose certificate it checks."""
+        """A client of the site by its name, whose certificate it checks."""
 
         async def name_site(request: httpx.Request) -> None:
             request.extensions["sni_hostname"] = NAME
@@ -89,7 +89,7 @@ class Site:
         )  # fmt: skip
 
     def post(self, tenant: str, path: str, content: bytes) -> httpx.Response:
-        """By a client that still reads the answer when the other side hangs up on what it sends, as Caddy does half a second after a refusal."""
+        """Posts by a client that still reads the answer when the other side hangs up on what it sends, as Caddy does half a second after a refusal."""
 
         def name_site(request: httpx.Request) -> None:
             request.extensions["sni_hostname"] = NAME
@@ -172,7 +172,7 @@ async def streaming(client: httpx.AsyncClient, max_tokens: int) -> AsyncIterator
 
 
 def text_of(line: str) -> str:
-    """What a line of a stream adds to the answer."""
+    """Text that a line of a stream adds to the answer."""
     if not line.startswith("data: {"):
         return ""
     return "".join(choice["text"] for choice in orjson.loads(line.removeprefix("data: "))["choices"])

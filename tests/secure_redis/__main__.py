@@ -151,7 +151,7 @@ def other_passwords(deployment: Deployment, folder: Path, port: int) -> None:
 
 
 def refusals(folder: Path, port: int) -> None:
-    """What each user can't do."""
+    """Checks what each user can't do."""
     for user, command in FORBIDDEN:
         with redis.Redis.from_url(url_of(folder, port, user)) as client:
             try:

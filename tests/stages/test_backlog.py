@@ -1,4 +1,4 @@
-"""What waits at a compute replica: it goes on to one with less to do, and what has ended long ago does not run again."""
+"""Requests that wait at a compute replica go on to one with less to do, and what has ended long ago does not run again."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -57,7 +57,7 @@ def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 @contextmanager
 def leases_end_with_processes(deployment: Deployment) -> Iterator[None]:
-    """What a process held may be claimed as soon as it is dead: how long a lease is, is not what these tests show. And no sooner: theirs are the product's
+    """A process's entries may be claimed as soon as it is dead: how long a lease is, is not what these tests show. And no sooner: theirs are the product's
     seconds, which a busy machine needs."""
     is_over = threading.Event()
 
@@ -149,7 +149,7 @@ def num_tokens(client: "redis.Redis", asked: list[TokenizedRequest]) -> int:
 
 
 def undisturbed(deployment: Deployment, asked: list[TokenizedRequest]) -> list[Any]:
-    """What they come to when nobody dies, under other names."""
+    """The answers when nobody dies, under other names."""
     copies = [TokenizedRequest("again" + each.request_id, None, MODEL, each.params, each.prompt_token_ids, ()) for each in asked]
     submit(deployment.redis(), copies)
     wait_for_all(deployment, copies)

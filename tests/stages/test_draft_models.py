@@ -34,7 +34,7 @@ def line(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
 
 
 def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]:
-    """What the logs say; how much of its prompt a choice found computed depends on when the one before it came."""
+    """The logs' events; how much of its prompt a choice found computed depends on when the one before it came."""
     return {name: [encode(replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in line.answer(*asked, timeout_s=300).items()}
 
 

@@ -136,7 +136,7 @@ def wait_for_all(stages: Deployment, asked: list[GenerateRequest]) -> None:
 
 
 def logs(stages: Deployment, prefix: str, asked: tuple[GenerateRequest, ...]) -> dict[str, Any]:
-    """By request: its entries' ids and its events, but for its name and for how much of its prompt was found computed, which is a matter of when it came."""
+    """Entries' ids and events by request, but for its name and for how much of its prompt was found computed, which is a matter of when it came."""
     client, found = stages.redis(), {}
     for each in asked:
         log: Any = client.xrange(log_key(prefix + each.request_id))

@@ -193,7 +193,7 @@ class Peer:
         return choose_replica(f"r{handle}.0", samplers)
 
     def asked(self, sampler: str) -> list[StepCandidates]:
-        """What this sampler has been sent since the last look."""
+        """Candidates sent to this sampler since the last look."""
         entries: Any = self.client.xrange(candidates(sampler).key, min=b"(" + self.seen.get(sampler, b"0-0"))
         if entries:
             self.seen[sampler] = entries[-1][0]
@@ -232,7 +232,7 @@ class Peer:
         self.client.close()
 
     def asked_soon(self, sampler: str) -> list[StepCandidates]:
-        """What it has been sent, without waiting for anything more to be."""
+        """Candidates sent to it, without waiting for any more to be."""
         if self.exchange.outbox.line.num_awaited:
             self.exchange.outbox.confirm()
         return self.asked(sampler)

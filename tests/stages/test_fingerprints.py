@@ -1,4 +1,4 @@
-"""What a replica of one fingerprint began, one of another goes on with only when no equal one is free; and the answer says so. On real Redis, with the demo
+"""A replica goes on with what one of another fingerprint began only when no equal one is free; and the answer says so. On real Redis, with the demo
 model in bfloat16 and in float32."""
 
 import threading

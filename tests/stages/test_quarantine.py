@@ -56,7 +56,7 @@ class Life:
     begun: set[int] = field(default_factory=set)
 
     def step(self) -> list[int] | None:
-        """Who ran; None: the process has died."""
+        """Handles that ran; None: the process has died."""
         self.scheduler.apart = self.quarantine.step(self.scheduler.add)
         batch = self.scheduler.schedule()
         if batch is None:
@@ -96,7 +96,7 @@ class Life:
         return found
 
     def left(self) -> list[Sequence]:
-        """What has not ended, as the next life finds it: prompts, and the tokens of the logs."""
+        """Sequences not ended, as the next life finds them: prompts, and the tokens of the logs."""
         return [again(each) for each in self.known.values() if not each.is_finished]
 
 

@@ -316,7 +316,7 @@ def test_a_request_for_no_token_ends_once_whoever_is_asked(bench: Bench) -> None
 
 
 def test_a_takeover_of_many_long_logs_keeps_computes_patience(server: tuple[str, FaultyRedis], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is ready is answered while the others are being read: python -m bench.takeover has the real sizes."""
+    """Ready requests are answered while the others are being read: python -m bench.takeover has the real sizes."""
     assert service_module.ANSWER_EVERY_S < FIRST_PATIENCE_S / 2
     monkeypatch.setattr(service_module, "ANSWER_EVERY_S", 0.0)
     found = measure(server[0], service_module.REBUILD_AT_ONCE, 300)

@@ -1,4 +1,4 @@
-"""Who asks for a conversation whose template takes long waits for it, and nobody else does."""
+"""Only a client whose conversation has a slow template waits for it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -99,7 +99,7 @@ def test_a_harmless_conversation_has_transformers_tokens(kind: str, text: str) -
 @examples(60)
 @given(text=hostile)
 def test_what_a_user_spells_ends_no_turn(kind: str, text: str) -> None:
-    """Of a turn there are as many control tokens as without it, and all of its text is there."""
+    """A turn has as many control tokens as without its text, and all of that is there."""
     special = [TOKENIZERS[kind].convert_tokens_to_ids(each) for each in SPECIAL]
     found = ids_of(kind, chat(("user", text)))
     plain = by_transformers(kind, ("user", "x"))

@@ -46,7 +46,7 @@ def run(client: "redis.Redis", fill: Callable[[Any], None]) -> Any:
 
 
 def write(client: "redis.Redis", *wanted: TokenEvent) -> list[Any]:
-    """What the log refused."""
+    """Entries that the log refused."""
     found: list[Any] = run(client, lambda pipe: write_step(pipe, MODEL, [log_entry(each) for each in wanted], [(decisions("compute-1"), TOLD)]))
     return found
 
@@ -66,7 +66,7 @@ def num_events(client: "redis.Redis") -> int:
 
 @dataclass
 class Model:
-    """What Redis should hold."""
+    """Redis as it should be."""
 
     logs: dict[str, list[TokenEvent]] = field(default_factory=dict)
     inflight: dict[str, int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(target=sent, request_id=st.sampled_from(REQUESTS), ahead=st.sampled_from([1, 1, 1, 1, 0, -1, 2, 5]), token_id=st.integers(5, 9), is_end=st.booleans())
     def decide(self, request_id: str, ahead: int, token_id: int, is_end: bool) -> TokenEvent:
-        """By one of two samplers that may know less or believe more than the log holds."""
+        """Decides as one of two samplers that may know less or believe more than the log holds."""
         event = token(request_id, max(1, self.model.position(request_id) + ahead), token_id, is_end=is_end and token_id == 9)
         self.expect(event)
         return event
@@ -141,7 +141,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(request_id=st.sampled_from(REQUESTS), gateway=st.sampled_from([*GATEWAYS, None]), is_error=st.booleans())
     def end(self, request_id: str, gateway: str | None, is_error: bool) -> None:
-        """By a gateway that cancels, a compute that gives up, a sampler whose log is lost."""
+        """A gateway cancels, a compute gives up, or a sampler's log is lost."""
         before = num_events(self.client)
         position, error = self.model.position(request_id), RequestError("no") if is_error else None
         end(self.client, request_id, gateway, error)

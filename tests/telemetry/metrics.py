@@ -236,7 +236,7 @@ def check_panels(prometheus: Prometheus) -> None:
 
 
 def check_rules(_: str, __: Path) -> None:
-    """Of some alerts, that they fire when they should, by made-up series: Debian's prometheus brings promtool."""
+    """Some alerts fire when they should, by made-up series: Debian's prometheus brings promtool."""
     if (program := shutil.which("promtool")) is None:
         raise SystemExit("there is no promtool on this machine: apt-get install prometheus")
     subprocess.run([program, "test", "rules", str(Path(__file__).parent / "alerts.yml")], check=True)

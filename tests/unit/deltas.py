@@ -40,7 +40,7 @@ def begun(chat: list[Delta]) -> list[Call]:
 
 
 def last_arguments(chat: list[Delta]) -> str:
-    """Those of a chat's last call."""
+    """Arguments of a chat's last call."""
     said = ""
     for part in (part for delta in chat for part in delta.calls):
         said = ("" if part.is_new else said) + part.arguments

@@ -1,4 +1,4 @@
-"""What the command line says to a slip: one line, and what was probably meant; and that every --help has an example."""
+"""The command line answers a slip with one line, and what was probably meant; and every --help has an example."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is told of batches as a whole, against a real Redis."""
+"""Figures of batches as a whole, against a real Redis."""
 
 import asyncio
 import time

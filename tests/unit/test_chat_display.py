@@ -1,4 +1,4 @@
-"""What a terminal shows of an answer, whatever pieces it came in: the bytes go to a real terminal emulator (pyte)."""
+"""An answer on a terminal, whatever pieces it came in: the bytes go to a real terminal emulator (pyte)."""
 
 import io
 
@@ -63,7 +63,7 @@ class Terminal:
         self.width = width
 
     def lines(self, height: int = 200) -> list[str]:
-        """Of a screen that nothing scrolls off."""
+        """Lines of a screen that nothing scrolls off."""
         screen = pyte.Screen(self.width, height)
         screen.set_mode(pyte.modes.LNM)
         pyte.Stream(screen).feed(self.output.getvalue())

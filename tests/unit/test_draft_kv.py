@@ -1,4 +1,4 @@
-"""What a draft model's own cache is said to hold is what was written there for these tokens, whatever became of blocks and sequences meanwhile."""
+"""A draft model's own cache is said to hold only what was written there for these tokens, whatever became of blocks and sequences meanwhile."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

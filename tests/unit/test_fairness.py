@@ -136,7 +136,7 @@ def costly(server: Server) -> Server:
 
 
 def run_costly(server: Server, num_steps: int) -> list[float]:
-    """What each step costs, in seconds."""
+    """Each step's cost, in seconds."""
     seconds = []
 
     def decide(_: object, sequences: list[Sequence]) -> list[int]:

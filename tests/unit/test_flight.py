@@ -43,7 +43,7 @@ class Device:
         self.content: dict[int, tuple[int, ...]] = {}  # by slot: the token whose keys and values are there, after all before it
 
     def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None) -> dict[int, tuple[int, ...]]:
-        """By handle, the tokens on which each row's last one was computed, itself among them."""
+        """The tokens on which each row's last one was computed, itself among them, by handle."""
         read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
         for (_, target), values in zip(batch.block_copies, read, strict=True):
             self.content.update({target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None})
@@ -131,7 +131,7 @@ class FlightMachine(RuleBasedStateMachine):
                 self.decide(undecided[number % len(undecided)], outcome)
 
     def draft(self, wanted: list[tuple[Sequence, int]], num_decodes: int) -> dict[int, list[int]]:
-        """What will be drawn, in part or with one wrong token, and too much of it."""
+        """Drafts what will be drawn, in part or with one wrong token, and too much of it."""
         assert 0 < len(wanted) <= num_decodes
         found: dict[int, list[int]] = {}
         for sequence, most in wanted:
@@ -185,7 +185,7 @@ class FlightMachine(RuleBasedStateMachine):
             assert self.sequences[handle].is_ending or self.sequences[handle].num_uncomputed_tokens in (0, 1)
 
     def undecided(self) -> list[Sequence]:
-        """Those of which the sampler has rows to decide."""
+        """Sequences of which the sampler has rows to decide."""
         return [each for each in self.sequences if not each.is_finished and each.num_undecided_tokens and next_decided(each) in self.sent[each.handle]]
 
     def decide(self, sequence: Sequence, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""What a GGUF file may make of a machine's memory and disk: as much as real ones do."""
+"""A GGUF file may take as much of a machine's memory and disk as real ones do."""
 
 import os
 import time

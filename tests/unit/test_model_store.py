@@ -92,7 +92,7 @@ def test_names_that_are_none_are_refused(name: str, models: Path) -> None:
 
 
 class Hub:
-    """What a hub says of a repository with these files."""
+    """A hub that has a repository with these files."""
 
     def __init__(self, *files: str) -> None:
         self.files = files

@@ -1,4 +1,4 @@
-"""What a client may say and ask nothing by."""
+"""Values by which a client asks for nothing."""
 
 from typing import Any
 

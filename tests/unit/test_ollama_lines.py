@@ -1,4 +1,4 @@
-"""What is said as Ollama's lines, for any deltas."""
+"""Answers as Ollama's lines, for any deltas."""
 
 import ollama
 import orjson

@@ -31,7 +31,7 @@ def parse(text: str, tool_calls: str = "", reasoning: str = "", cuts: tuple[int,
 
 
 def read(pieces: list[Piece]) -> Answer:
-    """What a client puts together."""
+    """The answer that a client puts together."""
     thoughts, content = ("".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("reasoning", "content"))
     calls: list[list[str]] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What penstock up notices before it starts anything."""
+"""Checks of penstock up before it starts anything."""
 
 import re
 import shutil

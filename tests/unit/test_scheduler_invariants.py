@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted=st.lists(st.sampled_from([None, 0]), min_size=4, max_size=4),
     )  # fmt: skip
     def arrive_in_a_group(self, length: int, output: int, n: int, share: float, has_own_voice: bool, wanted: list[int | None]) -> None:
-        """Those of them that were claimed with a token in their logs ask for no logprobs of the prompt any more."""
+        """Members that were claimed with a token in their logs ask for no logprobs of the prompt any more."""
         for prompt_logprobs in wanted[:n]:
             voice = len(self.sequences) if has_own_voice else 0
             group_id = f"group {len(self.sequences) // 4}-{length}"
@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert list(row.sampled) == [row.num_tokens - 1] * (row.num_context_tokens == sequence.num_tokens)
 
     def compute(self, batch: ScheduledBatch) -> None:
-        """What the model does to the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
+        """The model's work on the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
         read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
         assert len({target for _, target in batch.block_copies}) == len(batch.block_copies)
         for (_, target), values in zip(batch.block_copies, read, strict=True):

@@ -1,4 +1,4 @@
-"""What is no JSON schema is refused by its place; what is one in some draft is taken."""
+"""Wrong JSON schemas are refused by their place; those valid in some draft are taken."""
 
 import json
 import time

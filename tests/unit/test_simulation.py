@@ -90,7 +90,7 @@ def test_a_noisy_step_cost_is_found_and_never_negative() -> None:
 
 
 def test_answers_that_still_run_count_as_longer() -> None:
-    """By hand: of five answers two end, at 2 and at 4; one is out of sight from 3 on, two from 6. Two imagined ones end at 1 in 512 a token."""
+    """Five answers by hand: two end, at 2 and at 4; one is out of sight from 3 on, two from 6. Two imagined ones end at 1 in 512 a token."""
     lengths = OutputLengths()
     assert lengths.survival(np.array([0, 512])) == pytest.approx([1.0, np.exp(-1)])
     lengths.add(2, ended_by_itself=True)

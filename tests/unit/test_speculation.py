@@ -1,4 +1,4 @@
-"""Who proposes drafts, and how many are taken: no text depends on it, only time."""
+"""Sources of drafts, and how many are taken: no text depends on it, only time."""
 
 import random
 from typing import Any

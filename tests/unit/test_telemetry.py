@@ -1,4 +1,4 @@
-"""What is told of the pipeline, as far as it needs none: lines of the log, timelines, and tracing that is off or misconfigured."""
+"""Telemetry of the pipeline as far as it needs none: lines of the log, timelines, and tracing that is off or misconfigured."""
 
 import io
 import json

@@ -47,7 +47,7 @@ TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class ScriptedConfig:
-    """What scheduler and cache need of it: a key of one number for each token."""
+    """A config for scheduler and cache: a key of one number for each token."""
 
     vocab_size: int
     num_layers: int = 1
@@ -97,7 +97,7 @@ class ScriptedModel:
 
 
 def follow(script: Script, tokenizer: Tokenizer) -> Callable[[np.ndarray], int]:
-    """What follows a conversation's tokens: the next token of the script's answer to it, or the end."""
+    """A function of a conversation's tokens: the next token of the script's answer to it, or the end."""
     special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     role_by_token_id = {special[f"<|{role}|>"]: role for role in ("system", "user", "assistant")}
     end = special["<|end|>"]

@@ -135,7 +135,7 @@ def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> No
 
 
 def launch_finish(layer: CudaLinear) -> None:
-    """What follows the vendor's product, which is not compiled here."""
+    """Launches what follows the vendor's product, which is not compiled here."""
     layer.vendor_from = 1
     layer(torch.zeros(1, 4096).bfloat16(), residual=torch.zeros(1, layer.num_outputs).bfloat16() if layer.activation is None else None)
 

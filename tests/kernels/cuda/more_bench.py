@@ -17,7 +17,7 @@ NAMES = ["first", "wrong", "failing", "dying", "hanging", "last"]
 
 
 def errors_in(path: Path) -> dict[str, str | None]:
-    """By case; None: it holds."""
+    """Errors by case; None: it holds."""
     return {each["name"]: None if each["holds"] else each["error"] for each in json.loads(path.read_text())["cases"]}
 
 

@@ -101,7 +101,7 @@ def test_what_was_filled_before_the_buffers_grew_is_there_too() -> None:
 
 
 def test_a_step_recorded_while_the_buffers_grow_is_not_run_again_where_they_were() -> None:
-    """What is filled before a step's largest name makes all move is read where it was then, by that step's recording too."""
+    """A name filled before a step's largest makes all move is read where it was then, by that step's recording too."""
     buffers, recorder = CudaBuffers(CPU), Recorder()
     recordings = Recordings(lambda: recorder)
     found = []

@@ -1,4 +1,4 @@
-"""What a step asks torch for. No kernel runs here: this is about what lies between them."""
+"""A step's torch operations. No kernel runs here: this is about what lies between them."""
 
 from collections.abc import Iterator
 from pathlib import Path
