@@ -11,7 +11,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.sequence import Sequence
 from services.compute.speculation.control import MARGIN, Control, Kind, StepTime
 from services.compute.speculation.lookup import MAX_POOLS, POOL_GRADES, Lookup
-from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, SHORTEST, NgramIndex
+from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, NgramIndex
 from services.compute.speculation.prediction import PredictionProposer
 from services.compute.speculation.proposer import MAX_GRADE, Drafts, Wanted
 from shared.model.prediction import PredictionFollower
@@ -33,9 +33,9 @@ def test_a_match_is_one_and_none_in_reach_is_longer(tokens: list[int], context: 
     kept = range(max(0, len(tokens) - capacity), len(tokens))
     lengths = {at: matching(tokens[kept.start : at + 1], context) for at in kept[:-1]}
     if place >= 0:
-        assert SHORTEST <= length == lengths[place]
+        assert 1 <= length == lengths[place]
         assert index.read(place, 5) == tokens[place + 1 : place + 6]
-    found = [each for each in lengths.values() if each >= SHORTEST]
+    found = [each for each in lengths.values() if each >= 1]
     # of one pair the last places are looked at, and places of other pairs may be among them
     assert len(found) > 3 or len(tokens) > 16 or length == max(found, default=0)
 
@@ -48,9 +48,9 @@ def matching(tokens: list[int], context: list[int]) -> int:
 def test_an_index_holds_a_bounded_number_of_bytes() -> None:
     index = NgramIndex(1024)
     index.add([at % 251 for at in range(100)])
-    assert index.num_bytes == 256 * 20
+    assert index.num_bytes == 256 * 28
     index.add([at % 251 for at in range(50_000)])
-    assert index.num_bytes == 1024 * 20
+    assert index.num_bytes == 1024 * 28
     assert index.find([100, 101, 102])[1] == 3 and index.read(index.find([100, 101, 102])[0], 2) == [103, 104]
 
 
@@ -58,7 +58,15 @@ def test_texts_are_apart() -> None:
     index = NgramIndex(64)
     index.add([1, 2, 3, NO_TOKEN, 4, 5])
     assert index.read(index.find([1, 2])[0], 9) == [3]
-    assert index.find([3, 4]) == (-1, 0)
+    assert index.find([3, 4]) == (4, 1), "of the 4 alone"
+
+
+def test_a_token_alone_is_found_where_it_stood_last_with_one_behind_it() -> None:
+    index = NgramIndex(16)
+    index.add([7, 1, 7, 2, 7])
+    assert index.find([9, 7]) == (2, 1) and index.read(2, 1) == [2]
+    index.add(list(range(20, 36)))
+    assert index.find([9, 7]) == (-1, 0), "it has left the index"
 
 
 # --- lookup
@@ -70,8 +78,8 @@ def proposed(lookup: Lookup, sequence: Sequence, most: int = 8) -> Drafts | None
 
 def test_what_followed_before_is_proposed_and_a_loop_goes_on() -> None:
     lookup = Lookup()
-    assert proposed(lookup, make_sequence(1, [5, 6, 7, 8, 9, 5, 6], 99), 3) == Drafts([7, 8, 9], 0)
-    assert proposed(lookup, make_sequence(2, [1, 2, 3, 1, 2, 3, 1, 2], 99), 6) == Drafts([3, 1, 2, 3, 1, 2], 2)
+    assert proposed(lookup, make_sequence(1, [5, 6, 7, 8, 9, 5, 6], 99), 3) == Drafts([7, 8, 9], 1)
+    assert proposed(lookup, make_sequence(2, [1, 2, 3, 1, 2, 3, 1, 2], 99), 6) == Drafts([3, 1, 2, 3, 1, 2], 3)
     assert proposed(lookup, make_sequence(3, [1, 2, 3], 99)) is None
     assert proposed(lookup, make_sequence(4, [1], 99)) is None
 
@@ -80,12 +88,12 @@ def test_what_is_foreseen_is_matched_and_what_came_otherwise_is_not_remembered()
     lookup, sequence = Lookup(), make_sequence(1, [1, 2, 3, 4, 1], 99)
     sequence.token_ids.append(2)
     sequence.num_undecided_tokens = 1
-    assert proposed(lookup, sequence, 2) == Drafts([3, 4], 0)
+    assert proposed(lookup, sequence, 2) == Drafts([3, 4], 1)
     sequence.drop_tokens(5)
     sequence.token_ids += [9, 1, 2]
-    assert proposed(lookup, sequence, 2) == Drafts([3, 4], 0)
+    assert proposed(lookup, sequence, 2) == Drafts([3, 4], 1)
     sequence.token_ids += [7, 1, 9]
-    assert proposed(lookup, sequence, 2) == Drafts([1, 2], 0)
+    assert proposed(lookup, sequence, 2) == Drafts([1, 2], 1)
 
 
 def end(lookup: Lookup, handle: int, answer: list[int], **fields: Any) -> None:
@@ -100,7 +108,7 @@ def end(lookup: Lookup, handle: int, answer: list[int], **fields: Any) -> None:
 def test_a_pool_is_one_tenant_s_and_one_salt_s(other: dict[str, Any]) -> None:
     lookup = Lookup()
     end(lookup, 1, [1, 2, 3, 4, 5], tenant_id="a")
-    assert proposed(lookup, make_sequence(2, [9, 1, 2], 99, tenant_id="a"), 9) == Drafts([3, 4, 5], POOL_GRADES)
+    assert proposed(lookup, make_sequence(2, [9, 1, 2], 99, tenant_id="a"), 9) == Drafts([3, 4, 5], POOL_GRADES + 1)
     assert proposed(lookup, make_sequence(3, [9, 1, 2], 99, **other)) is None
     for handle in (2, 3, 77):
         lookup.forget(handle)

@@ -12,11 +12,11 @@ from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, NgramIndex
 from services.compute.speculation.proposer import Drafts, Wanted
 
 OWN_TOKENS = 1 << 15  # of a sequence that are looked through, the last ones
-POOL_TOKENS = 1 << 16  # of answers to a tenant: 1.3 MiB
+POOL_TOKENS = 1 << 16  # of answers to a tenant: 1.75 MiB
 MAX_POOLS = 16
 POOLED_TOKENS = 1 << 12  # of one answer
-LENGTHS = (3, 5, 9)  # matches shorter than these are of grades 0, 1 and 2
-POOL_GRADES = 4  # a match in the pool is of a kind of its own
+LENGTHS = (2, 3, 5, 9)  # matches shorter than these are of grades 0, 1, 2 and 3
+POOL_GRADES = 4  # a match in the pool is of a kind of its own, and of two tokens at least
 
 Owner = tuple[str, str]  # tenant and salt: what one's requests hold is nothing to another's
 
@@ -88,7 +88,7 @@ class Lookup:
         grade = grade_of(length)
         if length < LONGEST and (pool := self._pools.get(owner(sequence))) is not None:
             place, its_length = pool.find(context)
-            if its_length > length and (of_pool := pool.read(place, most)):
+            if its_length > max(length, 1) and (of_pool := pool.read(place, most)):
                 token_ids, grade = of_pool, POOL_GRADES + grade_of(its_length)
         return Drafts(token_ids, grade) if token_ids else None
 

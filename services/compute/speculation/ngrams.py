@@ -3,16 +3,15 @@
 from array import array
 
 NO_TOKEN = -1  # between texts: nothing matches across it
-SHORTEST = 2  # tokens of a match
 LONGEST = 16
 MAX_PLACES = 8  # of one pair of tokens that are looked at, the last ones first
 FIRST_CAPACITY = 256
 
 
 class NgramIndex:
-    """The last `capacity` tokens of what was added, and chains through the places of equal pairs, as
-    deflate has them (Deutsch, RFC 1951, section 4). A token costs the same whenever it comes, and some
-    20 bytes while it stays."""
+    """The last `capacity` tokens of what was added, chains through the places of equal pairs, as
+    deflate has them (Deutsch, RFC 1951, section 4), and the last place of each token. A token costs
+    the same whenever it comes, and some 28 bytes while it stays."""
 
     def __init__(self, capacity: int) -> None:
         """capacity: a power of two."""
@@ -22,7 +21,7 @@ class NgramIndex:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.itemsize * len(each) for each in (self._tokens, self._before, self._heads))
+        return sum(each.itemsize * len(each) for each in (self._tokens, self._before, self._heads, self._singles))
 
     def add(self, token_ids: list[int]) -> None:
         """More tokens, behind those that were added before."""
@@ -39,11 +38,11 @@ class NgramIndex:
         behind it, and its length; -1 and 0 without a match. Of matches of equal length the last one
         wins."""
         best, best_length = -1, 0
-        if len(context) < SHORTEST:
+        if not context:
             return best, best_length
-        place = self._heads[hash((context[-2], context[-1])) & self._mask]
+        place = self._heads[hash(tuple(context[-2:])) & self._mask]
         for _ in range(MAX_PLACES):
-            if place < 0 or place < self.num_added - self._capacity:
+            if not self._is_held(place):
                 break
             length = self._match(context, place) if place + 1 < self.num_added else 0
             if length > best_length:
@@ -51,12 +50,18 @@ class NgramIndex:
                 if length == LONGEST:
                     break
             place = self._before[place & self._mask]
-        return (best, best_length) if best_length >= SHORTEST else (-1, 0)
+        if best_length > 1:
+            return best, best_length
+        place = self._singles[context[-1] & self._mask]
+        return (place, self._match(context, place)) if self._is_held(place) and self._tokens[place & self._mask] == context[-1] else (-1, 0)
 
     def read(self, place: int, most: int) -> list[int]:
         """The tokens behind a place, as far as they are of one text."""
         tokens = [self._tokens[each & self._mask] for each in range(place + 1, min(place + 1 + most, self.num_added))]
         return tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
+
+    def _is_held(self, place: int) -> bool:
+        return place >= max(0, self.num_added - self._capacity)
 
     def _match(self, context: list[int], place: int) -> int:
         """How many tokens up to the place are the context's last."""
@@ -71,6 +76,7 @@ class NgramIndex:
             head = hash((self._tokens[(place - 1) & mask], token_id)) & mask
             self._before[place & mask] = self._heads[head]
             self._heads[head] = place
+            self._singles[self._tokens[(place - 1) & mask] & mask] = place - 1  # a token is behind it now
         self.num_added += 1
 
     def _resize(self, capacity: int) -> None:
@@ -78,3 +84,4 @@ class NgramIndex:
         self._tokens = array("i", [NO_TOKEN]) * capacity
         self._before = array("q", [-1]) * capacity
         self._heads = array("q", [-1]) * capacity
+        self._singles = array("q", [-1]) * capacity

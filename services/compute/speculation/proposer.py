@@ -46,7 +46,7 @@ class Drafts:
     grade: int = 0
 
 
-MAX_GRADE = 7
+MAX_GRADE = 8
 
 
 class Proposer(Protocol):

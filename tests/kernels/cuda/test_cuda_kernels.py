@@ -57,10 +57,12 @@ def test_a_gate_of_gelu() -> None:
         (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16), (13, 9), (1, 8), window=6, norm="heads")),
         (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),
+        (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 24), (1, 20))),
+        (BFLOAT16, AttentionCase(Heads(4, 1, 16), (30, 80), (17, 3), window=40)),
     ],
 )
 def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one step and in two; single tokens beside chunks; over more than one range, and over more than there are programs."""
+    """In one step and in two; single tokens beside others and beside chunks; over more than one range, and over more than there are programs."""
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 2)
     assert has_held(check_attention(CudaBackend(dtype, CPU), case))

@@ -11,7 +11,9 @@ from transformers import LlamaConfig, Qwen2MoeConfig
 
 from bench.gpu.models import LoadedModel, check_flight, check_model, make_prompts
 from services.compute.backends.backend import LargestStep
+from services.compute.backends.cuda import attention as attention_module
 from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.graphs import Recordings
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.backends.torch.attention import AttentionInputs
 from services.compute.batch import BatchRow, ScheduledBatch
@@ -45,8 +47,9 @@ def test_tokens_are_the_same_with_a_step_in_flight(model: Path) -> None:
     assert check.are_tokens_equal and check.num_tokens > 4
 
 
-def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(model: Path) -> None:
-    """Three sequences are padded to four. From the second step on, the recording of the first computes them, and what is tapped."""
+def test_short_steps_are_recorded_by_bucket_and_filled_in_one_piece(model: Path) -> None:
+    """Three sequences are padded to four. From the second step on, the recording of the first computes them, and what is tapped. Their prompts are short
+    enough for a recording, too."""
     backend = CudaBackend(torch.float32, CPU)
     loaded, plain = LoadedModel(model, backend), LoadedModel(model, FLOAT32)
     for each in (loaded, plain):
@@ -55,16 +58,60 @@ def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(m
     assert isinstance(stack, CudaStack)
     runs = []
     stack.recordings.record = lambda forward: lambda: runs.append(1) or forward()  # type: ignore[func-returns-value]
-    loaded.model.workspace(32, 8, 64)  # the buffers have their size: nothing moves any more
+    loaded.model.workspace(32, 64, 64)  # the buffers have their size: nothing moves any more
     generation, uploads = backend.buffers.generation, backend.buffers.num_uploads
     found = loaded.answer(make_prompts(64, (3, 4, 5)), 4)
     assert backend.buffers.generation == generation
     assert backend.buffers.num_uploads - uploads == 4  # one a step: the prompts, then three of single tokens
-    assert len(stack.recordings) == 1 and len(runs) == 2
+    assert len(stack.recordings) == 2 and len(runs) == 2
     expected = plain.answer(make_prompts(64, (3, 4, 5)), 4)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert loaded.model.taps is not None and plain.model.taps is not None
     torch.testing.assert_close(loaded.model.taps.take(3), plain.model.taps.take(3), atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one token, of some, and of more than a tile's queries; over more than one range, and over more than there are programs. Where the steps of one
+    kind differ, one recording computes them, and where nothing is recorded the bits are the same."""
+    monkeypatch.setattr(attention_module, "RANGE", 64)
+    monkeypatch.setattr(attention_module, "SPLITS", 1)
+    monkeypatch.setattr(attention_module, "ROWS", 16)  # eight queries
+    backend = CudaBackend(torch.bfloat16, CPU)
+    loaded = LoadedModel(model, backend)
+    loaded.model.workspace(100, 64, 128)
+    runner, stack, replayed = loaded.make_runner(18), loaded.model.stack, []
+    assert isinstance(stack, CudaStack)
+    stack.recordings = Recordings(lambda: lambda forward: lambda: replayed.append(1) or forward())  # type: ignore[func-returns-value]
+    [tokens] = make_prompts(64, (80,))
+
+    def row(number: int, first: int, last: int) -> BatchRow:
+        return BatchRow(number, tuple(tokens[first:last]), first, tuple(range(6 * number, 6 * number + 6)), range(last - first))
+
+    def logits_of(*steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """By sequence, of the tokens of `spans`. steps: of (sequence, first, last)."""
+        found: list[list[torch.Tensor]] = [[] for _ in spans]
+        for kv in runner.kv_cache.layers:
+            kv.zero_()
+        runner.run(ScheduledBatch(tuple(row(number, 0, first) for number, first, _ in spans), 0))
+        for step in steps:
+            rows = tuple(row(*each) for each in step)
+            logits = runner.forward(ScheduledBatch(rows, sum(each.num_tokens == 1 for each in rows)))
+            for each, some in zip(rows, torch.split(logits, [each.num_tokens for each in rows]), strict=True):
+                found[each.handle].append(some.clone())
+        return [torch.cat(some) for some in found]
+
+    spans = [(0, 20, 21), (1, 40, 45), (2, 60, 77)]
+    one_by_one = logits_of(*([(number, first + at, first + at + 1) for number, first, last in spans if first + at < last] for at in range(17)))
+    num_kinds = len(stack.recordings)
+    replayed.clear()
+    at_once, in_two = logits_of(spans), logits_of([(0, 20, 21), (1, 40, 42), (2, 60, 77)], [(1, 42, 45)])
+    assert len(stack.recordings) == num_kinds + 1, "23 tokens and 20 are of one kind"
+    assert len(replayed) == 2, "and three of one row are of that of three rows"
+    monkeypatch.setattr(attention_module, "MOST_TOKENS", 0)
+    launched = logits_of(spans)
+    assert len(replayed) == 2 and len(stack.recordings) == num_kinds + 1
+    for found in (at_once, in_two, launched):
+        assert all(torch.equal(one, other) for one, other in zip(found, one_by_one, strict=True))
 
 
 def test_a_recording_belongs_to_its_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Attention over the paged cache: what launches kernels/attention.py, and the layout of its
 cache."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,26 +22,33 @@ RANGE = 512  # positions whose results are merged in order: a multiple of the ke
 SPLITS = 16  # programs among which a token's ranges are divided, at most
 MAX_HEAD_DIM = 256
 NARROWEST = 16  # blocks of the tables: each further power of two is recorded by itself
+# of a step that is recorded: a row's tokens (the last one and its drafts), and where a row has
+# several, all rows' together
+LONGEST_ROW, MOST_TOKENS = 17, 64
 EVERYTHING = 1 << 40  # the window of a layer without one
 
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """A step's tiles: single tokens, then chunks. Of a step of single tokens only, all is padded to
-    a bucket, and where it lies and how large it is depends on `shape` alone: such a step can be
-    recorded."""
+    """A step's tiles: those whose ranges are divided among programs, then chunks. The first are of
+    single tokens. If all rows are short, as they are without prompts, they are of all rows: then
+    all is padded to a bucket, and where it lies and how large it is depends on `shape` alone. Such
+    a step can be recorded."""
 
-    tiles: Tensor  # [3, tiles] int64: first token, number of queries (0: padding), sequence
+    # [4, tiles] int64: first token, number of queries (0: padding), sequence, and the first query's
+    # place in `parts`
+    tiles: Tensor
+    merged: Tensor  # [2, parts] int64: of each part its token, and how many tokens that sees (0: padding)
     # [sequences, 2] int64: tokens after the step, and the first token in the step less its position
     contexts: Tensor
     tables: Tensor  # [sequences, width] int64
     num_tokens: Tensor  # [1] int64: of the step, without padding
     slots: Tensor  # [T] int64
-    num_singles: int  # tiles of single tokens
+    num_split: int  # tiles whose ranges are divided
     block_size: int
     out: Tensor  # [tokens, heads * head_dim]: a layer's result, until the next writes its own
-    parts: Tensor  # [num_singles, heads, ranges, head_dim] float32
-    stats: Tensor  # [num_singles, heads, ranges, 2] float32
+    parts: Tensor  # [parts, heads, ranges, head_dim] float32
+    stats: Tensor  # [parts, heads, ranges, 2] float32
     ropes: tuple[CosSin, ...]
     is_recordable: bool
 
@@ -74,34 +82,40 @@ class CudaAttention:
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:
         num_tokens, lens = len(inputs.slot_mapping), inputs.query_lens
-        is_recordable = all(length == 1 for length in lens)
-        num_sequences = pad_to_bucket(len(lens)) if is_recordable else len(lens)
+        is_recordable = all(length == 1 for length in lens) or (max(lens) <= LONGEST_ROW and num_tokens <= MOST_TOKENS)
+        num_rows = pad_to_bucket(num_tokens) if is_recordable else num_tokens
+        num_sequences = num_rows if is_recordable else len(lens)
         width = max(triton.next_power_of_2(-(-max(inputs.context_lens) // block_size)), NARROWEST)
         starts = [0, *accumulate(lens)]
-        numbers = range(len(lens))
-        singles = [(starts[number], 1, number) for number in numbers if lens[number] == 1]
-        singles += [(0, 0, 0)] * (num_sequences - len(lens))
-        chunks = [
-            (first, min(self.queries, starts[number + 1] - first), number)
-            for number in numbers
-            if lens[number] > 1
-            for first in range(starts[number], starts[number + 1], self.queries)
-        ]
-        tiles = np.array([*singles, *chunks], np.int64).T
+        split: list[tuple[int, int, int, int]] = []
+        chunks: list[tuple[int, int, int, int]] = []
+        merged: list[tuple[int, int]] = []
+        for number, (length, context) in enumerate(zip(lens, inputs.context_lens, strict=True)):
+            last = starts[number + 1]
+            tiles = [(first, min(self.queries, last - first), number) for first in range(starts[number], last, self.queries)]
+            if is_recordable or length == 1:
+                split += [(first, count, number, len(merged) + first - starts[number]) for first, count, number in tiles]
+                merged += [(token, context - last + token + 1) for token in range(starts[number], last)]
+            else:
+                chunks += [(*tile, 0) for tile in tiles]
+        if is_recordable:
+            split += [(0, 0, 0, 0)] * (num_rows - len(split))
+            merged += [(0, 0)] * (num_rows - len(merged))
+        tiles_there, merged_there = (np.array(each, np.int64).reshape(-1, size).T for each, size in (([*split, *chunks], 4), (merged, 2)))
         contexts = np.zeros((num_sequences, 2), np.int64)
         contexts[: len(lens)] = [(context, start - (context - length)) for context, start, length in zip(inputs.context_lens, starts, lens, strict=False)]
         tables = np.zeros((num_sequences, width), np.int64)
         for number, (table, context) in enumerate(zip(inputs.block_tables, inputs.context_lens, strict=True)):
             count = -(-context // block_size)
             tables[number, :count] = table[:count]
-        filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], tiles, contexts, tables], axis=None))
-        num_tokens_at, tiles_at, contexts_at, tables_at = torch.split(filled, [1, tiles.size, contexts.size, tables.size])
-        num_rows = num_sequences if is_recordable else num_tokens
+        filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], tiles_there, merged_there, contexts, tables], axis=None))
+        shapes = [(1,), tiles_there.shape, merged_there.shape, contexts.shape, tables.shape]
+        pieces = torch.split(filled, [math.prod(shape) for shape in shapes])
+        num_tokens_at, tiles_at, merged_at, contexts_at, tables_at = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
         heads, num_ranges = self.heads, triton.cdiv(width * block_size, RANGE)
-        parts = (len(singles), heads.num_heads, num_ranges)
+        parts = (len(merged), heads.num_heads, num_ranges)
         return CudaPlan(
-            tiles_at.view(tiles.shape), contexts_at.view(contexts.shape), tables_at.view(tables.shape), num_tokens_at, inputs.slot_mapping,
-            len(singles), block_size,
+            tiles_at, merged_at, contexts_at, tables_at, num_tokens_at, inputs.slot_mapping, len(split), block_size,
             out=self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
             parts=self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
             stats=self.buffers.take("attention stats", (*parts, 2), torch.float32),
@@ -131,7 +145,7 @@ class CudaAttention:
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
         flat = plan.tiles.view(-1)
-        for first, count, splits in ((0, plan.num_singles, min(SPLITS, num_ranges)), (plan.num_singles, num_tiles - plan.num_singles, 0)):
+        for first, count, splits in ((0, plan.num_split, min(SPLITS, num_ranges)), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.out, plan.parts, plan.stats,
@@ -139,9 +153,10 @@ class CudaAttention:
                     **shape, NUM_HEADS=heads.num_heads, SHARING=self.sharing, ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
                     IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,
                 )  # fmt: skip
-        if plan.num_singles:
-            kernels.merge_ranges[(plan.num_singles, heads.num_kv_heads)](
-                plan.tiles, plan.contexts, plan.parts, plan.stats, plan.out, num_tiles, num_ranges, window,
+        if plan.num_split:
+            num_parts = plan.merged.shape[1]
+            kernels.merge_ranges[(num_parts, heads.num_kv_heads)](
+                plan.merged, plan.parts, plan.stats, plan.out, num_parts, num_ranges, window,
                 NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEAD_DIM=heads.head_dim, SHARING=self.sharing, DIM=self.dim, RANGE=RANGE,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip

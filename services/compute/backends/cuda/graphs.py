@@ -1,5 +1,5 @@
-"""Steps that are recorded once and run again: what the host says to a GPU for a step of single
-tokens is one call, however many kernels it has.
+"""Steps that are recorded once and run again: what the host says to a GPU for a step without chunks
+of prompts is one call, however many kernels it has.
 
 A recording reads and writes the memory that it saw. So a step is padded to one of a few sizes, all
 that it reads lies in the backend's buffers, and recordings are dropped when one of these has moved.

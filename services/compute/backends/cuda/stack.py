@@ -12,8 +12,8 @@ from services.compute.backends.cuda.linear import CudaLinear
 
 
 class CudaStack:
-    """See backend.py's Stack. Steps of single tokens are recorded; those with chunks are launched
-    kernel by kernel."""
+    """See backend.py's Stack. Steps of short rows are recorded: of single tokens, and of tokens with
+    drafts. Those with chunks are launched kernel by kernel."""
 
     def __init__(
         self, buffers: Buffers, row_math: RowMath, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring,

@@ -2,8 +2,8 @@
 single tokens and for chunks.
 
 Keys are walked over in blocks from position 0, in ranges of RANGE positions, whose results are
-merged in order. A single token's ranges are divided among programs and merged by another kernel; a
-chunk's are merged in registers, by the same arithmetic. A block that a query does not see changes
+merged in order. The ranges of a short row (a single token, perhaps with drafts) are divided among
+programs and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block that a query does not see changes
 nothing of its own, so it does not matter in which chunks a prompt came, or who else is in the step.
 
 A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: of each block
@@ -181,11 +181,11 @@ def attend(
 ):  # fmt: skip
     """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
 
-    tiles: [3, num_tiles] int64: first token in the step, number of queries (0: padding), sequence;
-    contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
+    tiles: [4, num_tiles] int64: first token in the step, number of queries (0: padding), sequence,
+    the first query's part; contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
     the step less its position; tables: [sequences, table_width]. A tile's rows are its queries
     times the SHARING (a power of two) query heads of a KV head. Writes out [T, heads * head_dim],
-    or by range parts [num_tiles, heads, max_ranges, head_dim] and stats [num_tiles, heads,
+    or by query and range parts [parts, heads, max_ranges, head_dim] and stats [parts, heads,
     max_ranges, 2] of largest score and mass, float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -220,7 +220,7 @@ def attend(
                 window, scale, cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, ROWS, KEYS, DIM, HAS_CAP,
             )  # fmt: skip
             if IS_SPLIT:
-                part = (tile.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
+                part = ((tl.load(tiles_ptr + 3 * num_tiles + tile) + query) * NUM_HEADS + head) * max_ranges + number
                 tl.store(stats_ptr + 2 * part, range_largest, mask=is_row)
                 tl.store(stats_ptr + 2 * part + 1, range_mass, mask=is_row)
                 tl.store(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], range_total, mask=is_in)
@@ -231,17 +231,20 @@ def attend(
             tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr"])
+@triton.jit(do_not_specialize=["num_parts", "max_ranges"], do_not_specialize_on_alignment=["merged_ptr"])
 def merge_ranges(
-    tiles_ptr, contexts_ptr, parts_ptr, stats_ptr, out_ptr, num_tiles, max_ranges, window,
+    merged_ptr, parts_ptr, stats_ptr, out_ptr, num_parts, max_ranges, window,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge what `attend` wrote by range for tiles of one query, in order: a program a tile and KV
-    head."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    if tl.load(tiles_ptr + num_tiles + tile) > 0:
-        token = tl.load(tiles_ptr + tile)
-        end = tl.load(contexts_ptr + 2 * tl.load(tiles_ptr + 2 * num_tiles + tile))
+    """Merge what `attend` wrote by range, in order: a program a query and KV head.
+
+    merged: [2, num_parts] int64: each query's token in the step, and how many tokens of its
+    sequence are up to it (0: padding).
+    """
+    query, kv_head = tl.program_id(0), tl.program_id(1)
+    end = tl.load(merged_ptr + num_parts + query)
+    if end > 0:
+        token = tl.load(merged_ptr + query)
         heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
         of_group = tl.arange(0, SHARING)
         is_row = of_group < heads_of_one
@@ -252,7 +255,7 @@ def merge_ranges(
         mass = tl.zeros([SHARING], tl.float32)
         total = tl.zeros([SHARING, DIM], tl.float32)
         for number in range(tl.maximum(end - window, 0) // RANGE, tl.cdiv(end, RANGE)):
-            part = (tile.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
+            part = (query.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
             range_largest = tl.load(stats_ptr + 2 * part, mask=is_row, other=float("-inf"))
             range_mass = tl.load(stats_ptr + 2 * part + 1, mask=is_row, other=0.0)
             range_total = tl.load(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
