@@ -21,6 +21,7 @@ from typing import Any
 from services.compute.backends.backend import Backend
 from shared.model.decision import DRAW
 from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
+from shared.model.gguf.parts import parts_of
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
 
@@ -71,9 +72,9 @@ def is_weights(name: str) -> bool:
 
 def content_hashes(files: ModelFiles) -> dict[str, str]:
     """SHA-256 by name of the weights and the tokenizer's files; of a GGUF model, which holds both,
-    of its file."""
+    of its file, or of each part."""
     if files.weights.is_file():
-        paths = [files.weights]
+        paths = list(parts_of(files.weights))
     else:
         paths = sorted({file for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES) for file in files.folder.glob(pattern) if file.is_file()})
     store = paths[0].parent / HASHES

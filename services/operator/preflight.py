@@ -15,6 +15,7 @@ from pathlib import Path
 
 from services.requests.tenants.api_keys import read_keys
 from shared.model.files import ModelFiles
+from shared.model.gguf.parts import parts_of
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text
 from shared.process.settings import UpSettings
@@ -91,7 +92,7 @@ def weights_bytes(files: ModelFiles, settings: UpSettings) -> int:
     """Bytes that the weights take in memory, at least; 0 where the files can't be read, which compute will say better."""
     try:
         if files.weights.is_file():
-            return files.weights.stat().st_size
+            return sum(part.stat().st_size for part in parts_of(files.weights))
         return sum(tensors_bytes(file, settings) for file in weight_files(files.weights))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
         return 0

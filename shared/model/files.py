@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.model.gguf.checkpoint import unpack_metadata
+from shared.model.gguf.parts import model_name, part_names
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, StartupError
 
@@ -41,7 +42,7 @@ class ModelFiles:
     """A checkpoint and what its JSON files say."""
 
     folder: Path  # the JSON files, the tokenizer's among them
-    weights: Path  # the same folder, or a GGUF file
+    weights: Path  # the same folder, or a GGUF file, of several parts the first
     name: str  # as clients call it
     config: dict[str, Any]
     generation_config: dict[str, Any]
@@ -232,20 +233,21 @@ def _find(model: str, weights: bool) -> tuple[Path, str]:
     if path.is_dir():
         return path.resolve(), path.resolve().name
     if path.is_file():
-        return path.resolve(), path.resolve().stem
+        # a link keeps its name: of parts, the names tell which they are
+        return path.parent.resolve() / path.name, model_name(path)
     if model and not model.startswith((".", "/", "~")) and (PULLED_MODELS / model).is_dir():
         return PULLED_MODELS / model, model
     return _download(model, weights), model
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The folder's GGUF file, if it is that which the folder is about. Raises StartupError for
-    several."""
+    """The folder's GGUF file, or its first part, if it is that which the folder is about. Raises
+    StartupError for several models."""
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf")})
     if len(files) > 1:
-        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0]}")
+        raise StartupError(f"{folder} holds {len(files)} GGUF models: name one of them, as {files[0]}")
     return files[0] if files else None
 
 

@@ -155,6 +155,53 @@ def test_another_file_of_a_repository_is_fetched_beside_the_first(models: Path) 
     assert (models / "some" / "other" / "C.gguf").exists()
 
 
+@pytest.fixture
+def parts_of_a_hub(models: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A repository of a model in three parts, in a folder of their own, and another model."""
+    parts = [f"Q8/big-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+
+    def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        for file in {"small.gguf", *parts}.intersection(allow_patterns):
+            (local_dir / file).parent.mkdir(parents=True, exist_ok=True)
+            (local_dir / file).write_text(file)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub("small.gguf", *parts))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return parts
+
+
+def test_all_parts_of_a_model_are_fetched(models: Path, parts_of_a_hub: list[str]) -> None:
+    place = models / "some" / "model"
+    with pytest.raises(StartupError, match="holds 2 GGUF models; --file names the one that is wanted: Q8/big-00001-of-00003.gguf, small.gguf"):
+        pull("some/model")
+    for file in ("small.gguf", parts_of_a_hub[1], parts_of_a_hub[0]):
+        assert pull("some/model", file) == place
+    assert sorted(path.name for path in place.iterdir()) == [*(Path(part).name for part in parts_of_a_hub), "small.gguf"]
+    with pytest.raises(StartupError, match="holds no file Q8/big-00001-of-00002.gguf"):
+        pull("some/other", "Q8/big-00001-of-00002.gguf")
+    assert choose_files("a/b", ["README.md", *parts_of_a_hub]) == parts_of_a_hub
+
+
+def test_a_model_in_parts_is_listed_by_what_they_hold(models: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    place = models / "some" / "model"
+    place.mkdir(parents=True)
+    for number in (0, 1):
+        writer = GGUFWriter(place / f"big-0000{number + 1}-of-00002.gguf", "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        if number:
+            writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float16))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert "GGUF F16" in list_models()
+    (place / "big-00002-of-00002.gguf").unlink()
+    assert "part 2 of 2 is missing" in list_models()
+
+
 def test_of_a_checkpoint_only_its_own_form_is_fetched() -> None:
     own = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
     other = ["README.md", "consolidated.safetensors", "original/consolidated.00.safetensors", "onnx/config.json", "fp32/model.safetensors"]

@@ -26,6 +26,7 @@ from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, re
 from services.compute.tools.out_folder import open_out_folder, write_model
 from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
 from shared.model.files import TOKENIZER_FILES, ModelFiles, open_model
+from shared.model.gguf.parts import parts_of
 from shared.process.errors import StartupError
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
@@ -74,8 +75,8 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
 
 
 def _num_bytes(weights: Path) -> int:
-    """Bytes of a GGUF file, or of a folder's weights."""
-    files = [weights] if weights.is_file() else weights.glob("*.safetensors")
+    """Bytes of a GGUF model, or of a folder's weights."""
+    files = parts_of(weights) if weights.is_file() else weights.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 
 

@@ -1,4 +1,4 @@
-"""GGUF: one file, memory-mapped. Matrices stay in the file's own blocks where those are groups of
+"""GGUF: one file or several parts, memory-mapped. Matrices stay in the file's own blocks where those are groups of
 32; other types are dequantized to the model's dtype."""
 
 import mmap
@@ -17,7 +17,8 @@ from torch import Tensor
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
 from services.compute.weights.progress import Progress
-from shared.model.gguf.reader import GgufHead, TensorInfo, read_head
+from shared.model.gguf.parts import read_model
+from shared.model.gguf.reader import GgufHead, TensorInfo
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
@@ -52,12 +53,11 @@ class GgufSource:
         self.folder = path
         self.dtype = dtype
         self.device = device
-        self.head: GgufHead = read_head(path)
+        self.head: GgufHead = read_model(path)
         self.architecture = self.head.text("general.architecture")
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
         # a tied embedding is read twice
         num_reads = len(self._kinds) + ("output.weight" not in self._kinds)
         self._progress = Progress(num_reads)
@@ -129,7 +129,8 @@ class GgufSource:
 
     def close(self) -> None:
         self._progress.close()
-        self._map.close()
+        for each in self._maps.values():
+            each.close()
 
     def _find(self, name: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
         """The tensor of a Hugging Face name, of that shape. Raises StartupError."""
@@ -154,8 +155,8 @@ class GgufSource:
         has them."""
         size = info.size_bytes
         num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
-        data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
-        self._forget(info.offset, size)
+        data = torch.from_numpy(np.frombuffer(self._maps[info.path], np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
+        _forget(self._maps[info.path], info.offset, size)
         self._read.add(info.name)
         self._progress.update()
         heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
@@ -163,11 +164,6 @@ class GgufSource:
             if self.architecture == "llama" and part in name:
                 return data[_unpermuted(num_rows, self.head.number(f"llama.attention.{key}", self.head.number("llama.attention.head_count")))]
         return data
-
-    def _forget(self, offset: int, size: int) -> None:
-        """Pages that were copied need not count as the process' memory any longer."""
-        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, begin, offset + size - begin)
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
         """Widen to the model's dtype, a slice of rows at a time."""
@@ -180,6 +176,17 @@ class GgufSource:
                 raise StartupError(f"{self.folder}: tensors of the type {kind.name} can't be dequantized") from None
             result[begin : begin + step] = torch.from_numpy(values)
         return result.reshape(shape)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _forget(mapped: mmap.mmap, offset: int, size: int) -> None:
+    """Pages that were copied need not count as the process' memory any longer."""
+    begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_DONTNEED, begin, offset + size - begin)
 
 
 def _unpermuted(num_rows: int, num_heads: int) -> Tensor:

@@ -5,14 +5,14 @@ import math
 from safetensors import SafetensorError, safe_open
 
 from shared.model.files import ModelFiles
-from shared.model.gguf.reader import read_head
+from shared.model.gguf.parts import parts_of, read_model
 
 
 def sizes_of(files: ModelFiles) -> dict[str, int]:
     """The model's sizes: `n_vocab`, `n_ctx_train` (tokens), `n_embd`, `n_params` (as its files hold
     them), `size` (of these, bytes). What the files do not say is left out: the parameters of a
     quantized checkpoint are packed, and can't be counted."""
-    weights = [files.weights] if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))
+    weights = parts_of(files.weights) if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))
     found = {
         "n_vocab": files.vocab_size, "n_ctx_train": files.max_model_len, "n_embd": files.hidden_size,
         "n_params": num_params(files), "size": sum(each.stat().st_size for each in weights),
@@ -23,7 +23,7 @@ def sizes_of(files: ModelFiles) -> dict[str, int]:
 def num_params(files: ModelFiles) -> int | None:
     """None: they are packed, or can't be read."""
     if files.weights.is_file():
-        return sum(math.prod(each.shape) for each in read_head(files.weights).tensors.values())
+        return sum(math.prod(each.shape) for each in read_model(files.weights).tensors.values())
     if files.config.get("quantization_config"):
         return None
     count = 0

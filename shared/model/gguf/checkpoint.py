@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shared.model.gguf.config import make_config, make_generation_config
-from shared.model.gguf.reader import read_head
+from shared.model.gguf.parts import parts_of, read_model
 from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
 from shared.process.errors import StartupError
 
-FORMAT = 3  # of what is written: counted up whenever the same file would give other JSON
+FORMAT = 4  # of what is written: counted up whenever the same file would give other JSON
 
 UNUSED_S, RECENT_S = 90 * 24 * 3600, 24 * 3600
 MAX_BYTES = 1 << 30
@@ -28,22 +28,21 @@ ASIDE = ".new-"  # what is still being written begins so
 
 def unpack_metadata(path: Path) -> Path:
     """The folder with config.json, generation_config.json, tokenizer.json and tokenizer_config.json
-    of the file. Raises StartupError.
+    of the file, which may be the first of several parts. Raises StartupError.
 
-    It has the name of the file's identity (path, size and time), so that a file that was changed
+    It has the name of the files' identity (path, size and time), so that a file that was changed
     gets another. Written aside and renamed: whoever looks sees all of it or nothing.
     """
     try:
-        status = path.stat()
+        identity = " ".join([str(FORMAT), *map(_identity, parts_of(path))])
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from None
-    identity = f"{FORMAT} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
     folder = cache_folder() / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if (folder / "config.json").is_file():
         with contextlib.suppress(OSError):
             os.utime(folder)  # it is in use: see remove_unused
         return folder
-    head = read_head(path)
+    head = read_model(path)
     files = {
         "config.json": make_config(head),
         "generation_config.json": make_generation_config(head),
@@ -56,6 +55,11 @@ def unpack_metadata(path: Path) -> Path:
     except OSError as error:
         raise StartupError(f"{path}: its tokenizer can't be written to {folder.parent}: {error.strerror}; XDG_CACHE_HOME names another cache") from None
     return folder
+
+
+def _identity(path: Path) -> str:
+    status = path.stat()
+    return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
 def cache_folder() -> Path:

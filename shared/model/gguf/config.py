@@ -41,8 +41,6 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     family = FAMILIES.get(name)
     if family is None:
         raise StartupError(f"{head.path}: the GGUF architecture {name!r} is not supported; these are: {', '.join(sorted(FAMILIES))}")
-    if (head.metadata.get("split.count") or 1) != 1:
-        raise StartupError(f"{head.path} is one part of a model in {head.metadata['split.count']}: merge them (llama-gguf-split --merge) first")
     prefix = name + "."
     if head.metadata.get(prefix + "expert_count"):
         raise StartupError(f"{head.path} is a mixture of experts; of these, no GGUF files are read")
@@ -92,11 +90,11 @@ def read_floats(head: GgufHead, name: str) -> list[float]:
     info = head.tensors[name]
     if info.type_id != F32 or len(info.shape) != 1:
         raise StartupError(f"{head.path}: {name} is not one row of float32")
-    with head.path.open("rb") as file:
+    with info.path.open("rb") as file:
         file.seek(info.offset)
         data = file.read(min(info.shape[0] * 4, 1 << 20))
     if len(data) < info.shape[0] * 4:
-        raise StartupError(f"{head.path} ends in the middle of {name}: is it complete?")
+        raise StartupError(f"{info.path} ends in the middle of {name}: is it complete?")
     return list(struct.unpack(f"<{info.shape[0]}f", data))
 
 

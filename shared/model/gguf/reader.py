@@ -9,7 +9,7 @@ length is checked against the file before it is believed.
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ BLOCKS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor's place in the file."""
+    """A tensor's place."""
 
+    path: Path  # the file that it lies in, which is one of several where a model is cut into parts
     name: str
     shape: tuple[int, ...]  # as torch has it: the dimension that changes fastest is last
     type_id: int  # ggml's number of the type
@@ -140,7 +141,7 @@ class _Cursor:
         infos = [self.tensor() for _ in range(num_tensors)]
         alignment = self._alignment(metadata)
         data_offset = -(-self.at // alignment) * alignment
-        tensors = {info.name: TensorInfo(info.name, info.shape, info.type_id, data_offset + info.offset) for info in infos}
+        tensors = {info.name: replace(info, offset=data_offset + info.offset) for info in infos}
         if len(tensors) < len(infos):
             raise StartupError(f"{self.path}: a tensor is there twice")
         self._check_places(sorted(tensors.values(), key=lambda info: info.offset), alignment)
@@ -233,7 +234,7 @@ class _Cursor:
         if 0 in dims:
             raise StartupError(f"{self.path}: {_short(name)} has no elements")
         type_id, offset = self.unpack("<IQ")
-        return TensorInfo(name, tuple(reversed(dims)), type_id, offset)
+        return TensorInfo(self.path, name, tuple(reversed(dims)), type_id, offset)
 
 
 def _short(value: object) -> str:
