@@ -1,6 +1,11 @@
-"""Installing the package compiles the native kernels where there is a compiler. Without one the package works all the same, on torch."""
+"""Installing the package, and `pip wheel`, compile the native kernels where there is a compiler. Without one the package works all the same, on torch.
+
+A wheel with kernels serves every Python 3, since they are built against neither Python nor torch; its
+tag says which systems have the C and C++ libraries that they ask for.
+"""
 
 import importlib.util
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -9,6 +14,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 BUILD = "services/compute/backends/cpu/build.py"
+# The manylinux tags: 2.x of glibc, and the newest GLIBCXX_3.4.x that such systems have. None is older than the tag of torch's own wheels.
+SYSTEMS = ((28, 24), (31, 28), (34, 29), (35, 30), (39, 33))
 
 
 class KernelsHook(BuildHookInterface[Any]):
@@ -24,5 +31,19 @@ class KernelsHook(BuildHookInterface[Any]):
             sys.stderr.write(f"penstock: no native kernels: {problem}\n")
             return
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{platform_tag(module.LIBRARY.read_bytes())}"
         build_data["artifacts"].append(str(module.LIBRARY.relative_to(self.root)))
+
+
+def platform_tag(library: bytes) -> str:
+    """manylinux_2_x of this machine, by the versions of symbols that the library asks for; where none fits, or its C library is not glibc, this very system."""
+    here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    glibc, glibcxx = newest(library, rb"GLIBC_2"), newest(library, rb"GLIBCXX_3\.4")
+    if glibc == 0:
+        return here
+    return next((f"manylinux_2_{c}_{here.removeprefix('linux_')}" for c, cxx in SYSTEMS if glibc <= c and glibcxx <= cxx), here)
+
+
+def newest(library: bytes, family: bytes) -> int:
+    """The largest x of the library's strings `family.x`; 0: it has none."""
+    return max((int(found) for found in re.findall(rb"\0" + family + rb"\.(\d+)[.\d]*(?=\0)", library)), default=0)

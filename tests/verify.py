@@ -48,6 +48,7 @@ SUITES = {
     "proxies": Suite("tests.proxies", "gateways behind nginx and Caddy, by the files of deploy/proxy", "4 minutes", "apt install nginx caddy"),
     "redis": Suite("tests.secure_redis", "a Redis with TLS only and a user for each stage", "a minute", "redis-server 7 with TLS, openssl"),
     "telemetry": Suite("tests.telemetry", "metrics, traces and alerts tell what happened", "4 minutes", "apt install prometheus"),
+    "wheel": Suite("tests.wheel", "pip wheel makes a wheel that answers where there is no compiler", "2 minutes", "g++", ("--group", "wheel")),
 }  # fmt: skip
 
 
