@@ -3,7 +3,6 @@ end when the client goes away."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -17,8 +16,9 @@ from services.gateway.reading.subscription import ResponseFailed
 from services.gateway.telemetry.measured import Measured
 from services.requests.answers.choice import Choice
 from services.requests.answers.formats import format_for, whole_body
+from services.requests.answers.frames import Frames, is_plain
 from services.requests.answers.schema_errors import schema_errors
-from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
+from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, event_head, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.grammars.answers import unchecked
 from shared.process.telemetry import get_logger
@@ -75,6 +75,7 @@ class Responder:
         measured.begin(generation.record, generation.positions, timelines, generation.max_tokens)
         self.ping_interval_s = ping_interval_s
         self.format = format_for(generation.record)
+        self.frames = Frames(self.format, generation.record)
         self.choices = [Choice.begin(index, generation.record) for index in range(len(generation.request_ids))]
         self._is_closed = False
 
@@ -169,9 +170,12 @@ class Responder:
         ping = PING_AMONG_IDS if self.has_positions else PING
         failure: RequestError | None = None
         while True:
-            await self._check_ends(batch)
-            is_long = any(event.prompt_logprobs is not None for _, event in batch)
-            encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (ping, None)
+            if self.generation.record.checks:
+                await self._check_ends(batch)
+            if any(event.prompt_logprobs is not None for _, event in batch):
+                encoded, failure = await asyncio.to_thread(self._encode, batch, positions)
+            else:
+                encoded, failure = self._encode(batch, positions) if batch else (ping, None)
             if batch and unopened:  # with the first tokens: clients take it for the first
                 encoded, unopened = self._openings(unopened, batch[0][1]) + encoded, []
             yield encoded
@@ -208,6 +212,9 @@ class Responder:
                 chunks = [self.format.end(choice)] if event.finish_reason is not None else []
             else:
                 positions[index] = max(event.position, positions[index])
+                if self.frames.is_any and not self.has_timings and is_plain(event, delta):
+                    encoded += event_head(self._id(positions)) + self.frames.encode(choice, event, delta.content) + b"\n\n"
+                    continue
                 chunks = self.format.chunks(choice, event, delta)
             for chunk in chunks:
                 encoded += encode_event(chunk | self._timings(index), self._id(positions))

@@ -84,6 +84,7 @@ class Subscriptions:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        subscription.close()
         self.recent.append(subscription)
         self.behind.discard(subscription)
         for request_id in subscription.positions:
