@@ -8,6 +8,9 @@ last event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does th
 gateway, sampler, Redis and client, who share the machine's cores with compute. The tokens themselves may differ between the two: they are timed,
 not compared.
 
+CPU a token is what noise disturbs least: each process' own seconds. Of compute it is what its main thread takes beside the forward pass, and the loop
+does not.
+
 The parts of a step are compute's own meter, as /metrics shows it; "outside" is what of the client's time is no part of a step: the way to compute, and the
 way of the last tokens back. Redis counts commands, the commands inside scripts among them; its reads are what came to its sockets in one
 piece: about a round trip each. "Others" is how many cores whatever is none of this took meanwhile: a pair with more than a tenth is measured again,
@@ -138,7 +141,7 @@ class Served:
         seconds: dict[str, float] = {}
         for process in self.children:
             name = f"cpu {stage_of(process)}"
-            seconds[name] = seconds.get(name, 0.0) + sum(process.cpu_times()[:2])
+            seconds[name] = seconds.get(name, 0.0) + cpu_seconds(process)
         return seconds
 
     def _wait_ready(self) -> None:
@@ -194,6 +197,14 @@ def free_port() -> int:
         return port
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """That its threads had. To the nanosecond, where the kernel's own times have ticks of 10 ms."""
+    try:
+        return sum(int(Path(f"/proc/{process.pid}/task/{thread.id}/schedstat").read_text().split()[0]) for thread in process.threads()) / 1e9
+    except (OSError, psutil.Error):  # the kernel keeps no such figures, or a thread has ended meanwhile
+        return float(sum(process.cpu_times()[:2]))
+
+
 def stage_of(process: psutil.Process) -> str:
     """gateway, tokenizer, compute, sampler or redis."""
     found = re.search(r"services\.(\w+)", " ".join(process.cmdline()))
@@ -224,6 +235,16 @@ def compare(alone: dict[str, float], served: dict[str, float], streams: int) -> 
     figures |= {f"{part}_ms": seconds / steps * 1e3 for part, seconds in (served_parts | {"step": served["seconds"]}).items()}
     figures |= {f"{name.replace(' ', '_')}_ms": seconds / steps * 1e3 for name, seconds in served.items() if name.startswith("cpu ")}
     figures["cpu_loop_ms"] = alone["cpu"] / loop_steps * 1e3
+    figures |= {
+        f"{name.removeprefix('cpu ')}_us_a_token": seconds / tokens * 1e6
+        for name, seconds in served.items()
+        if name.startswith("cpu ") and name != "cpu compute"
+    }
+    beside = {
+        part: sum(seconds for name, seconds in parts.items() if name not in ("forward", "outside"))
+        for part, parts in (("loop", loop_parts), ("served", served_parts))
+    }
+    figures["compute_us_a_token"] = (beside["served"] - served["wait"] - beside["loop"]) / tokens * 1e6
     return figures | {f"redis_{name}": served[f"redis {name}"] / steps for name in REDIS_COUNTS}
 
 
@@ -236,6 +257,7 @@ def show(streams: int, figures: dict[str, float]) -> None:
         alone, served = figures.get(f"loop_{part}_ms", 0.0), figures[f"{part}_ms"]
         print(f"{part:>12}{alone:10.3f}{served:10.3f}{served - alone:+10.3f}")
     print("CPU, ms a step: " + ", ".join(f"{name[4:-3]} {value:.2f}" for name, value in figures.items() if name.startswith("cpu_")))
+    print("CPU, us a token: " + ", ".join(f"{name[:-11]} {value:.1f}" for name, value in figures.items() if name.endswith("_us_a_token")))
     kilobytes = f"{figures['redis_bytes_in'] / 1e3:.1f} kB in, {figures['redis_bytes_out'] / 1e3:.1f} kB out"
     print(f"Redis, a step: {figures['redis_commands']:.1f} commands in {figures['redis_reads']:.1f} reads, {kilobytes}", flush=True)
 

@@ -64,7 +64,9 @@ class ComputeService:
         self.scheduler = engine.scheduler
         self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
-        self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
+        self.exchange = Exchange(
+            stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead - 1)
+        )
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
         self.speculation = Speculation(make_proposers(engine.speculators, self.constraints, engine.proposers), self.constraints, self.executor.vocab_size)
         self.scheduler.drafting = self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled)

@@ -59,6 +59,36 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
     return redis.asyncio.Redis.from_pool(pool)
 
 
+class OwnConnection:
+    """A connection for one task that asks again and again. A client's own command takes one from
+    its pool, and has a clock, a lock and a dozen functions around it: more than the reading of an
+    answer costs."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        pool: Any = client.connection_pool
+        self._connection: Any = pool.make_connection()
+        self._callbacks: Any = client.response_callbacks
+
+    async def ask(self, *command: Any) -> Any:
+        """The reply to the command, as the client would give it. Raises what redis-py raises; the
+        next call connects again."""
+        try:
+            if not self._connection.is_connected:
+                await self._connection.connect()
+            await self._connection.send_command(*command, check_health=False)
+            reply = await self._connection.read_response()
+        except redis.ResponseError:
+            raise
+        except BaseException:  # a reply may still come that is none to the next command
+            await self._connection.disconnect(nowait=True)
+            raise
+        callback = self._callbacks.get(command[0])
+        return reply if callback is None or reply is None else callback(reply)
+
+    async def close(self) -> None:
+        await self._connection.disconnect()
+
+
 @contextmanager
 def redis_errors_as_503() -> Iterator[None]:
     """Turn what a Redis that can't serve raises into Recoverable, which is a 503 with Retry-After.

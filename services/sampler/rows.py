@@ -17,7 +17,7 @@ BY_ROW = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as TokenEvent: nobody changes one, and there is one a token
 class Decided:
     """The outcome of one row: a new entry for the log, or an event that it holds already, or, with
     neither, no token: `code` says why."""

@@ -190,7 +190,7 @@ class EngineSettings(StageSettings):
         None, gt=0, description="a step that takes longer has hung: compute ends, and another replica goes on; by default 300 on a GPU, 3600 on a CPU"
     )
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
-    run_ahead: int = Field(4, ge=0, le=8, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
+    run_ahead: int = Field(8, ge=0, le=16, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
         "forces), prediction (what the client expects), medusa or eagle (--heads), self (the model itself in four bits), draft (--draft-model); auto: lookup, "

@@ -2,7 +2,7 @@
 fields, records of Redis as maps of them.
 
 Arrays of numbers are raw little-endian bytes. A field that is missing, in an array at the end, has
-its default.
+its default; so defaults at the end are not written, and most of a token's fields are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -61,11 +62,25 @@ def packer(cls: Any) -> Callable[[Any], list[Any]]:
     """The function that makes a list of a message of this class."""
     hints = typing.get_type_hints(cls, include_extras=True)
     getters = [(f.name, _field_packer(hints[f.name])) for f in fields(cls)]
+    defaults = _last_defaults(cls)
 
     def pack(message: Any) -> list[Any]:
-        return [getattr(message, name) if convert is None else convert(getattr(message, name)) for name, convert in getters]
+        count = len(getters)
+        for name, default in defaults:
+            value = getattr(message, name)
+            if value is not default and (default is None or value != default):
+                break
+            count -= 1
+        return [getattr(message, name) if convert is None else convert(getattr(message, name)) for name, convert in getters[:count]]
 
     return pack
+
+
+def _last_defaults(cls: Any) -> list[tuple[str, Any]]:
+    """The names and defaults of the last fields, from the end on, up to the first that has none, or
+    has an array or a map."""
+    backwards = [(each.name, each.default) for each in reversed(fields(cls))]
+    return list(takewhile(lambda each: each[1] is not MISSING, backwards))
 
 
 def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
@@ -91,7 +106,7 @@ def unpacker(cls: Any) -> _Converter:
     """The function that makes a message of this class of a list. It raises Wrong for a value that
     does not fit."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    plan = [(f.name, _field_unpacker(hints[f.name], unpacker)) for f in fields(cls)]
+    plan = [(_as_they_are(hints[f.name]), _field_unpacker(hints[f.name], unpacker)) for f in fields(cls)]
     required = len(_required(cls))
 
     def unpack(values: Any) -> Any:
@@ -99,10 +114,10 @@ def unpacker(cls: Any) -> _Converter:
             raise Wrong(f"expected {required} to {len(plan)} fields")
         found = []
         try:
-            for (_, convert), value in zip(plan, values, strict=False):
-                found.append(convert(value))
+            for (taken, convert), value in zip(plan, values, strict=False):
+                found.append(value if type(value) in taken else convert(value))
         except Wrong as wrong:
-            wrong.path.append(plan[len(found)][0])
+            wrong.path.append(fields(cls)[len(found)].name)
             raise
         return cls(*found)
 
@@ -156,6 +171,16 @@ def _field_unpacker(hint: Any, of_class: Callable[[Any], _Converter]) -> _Conver
     if hint is float:
         return _checked(lambda value: type(value) in (float, int), "float")
     return _checked(lambda value: type(value) is hint, getattr(hint, "__name__", str(hint)))
+
+
+def _as_they_are(hint: Any) -> frozenset[type]:
+    """The types of msgpack's values that need no look for a field of this type: most are such, and
+    a call for each would cost as much as all the rest."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return frozenset().union(*map(_as_they_are, typing.get_args(hint)))
+    if hint is float:
+        return frozenset((float, int))
+    return frozenset((hint,)) if hint in (str, int, bool, bytes, types.NoneType) else frozenset()
 
 
 def _union(hint: Any) -> list[Any]:

@@ -255,7 +255,7 @@ class RequestError:
     code: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # nobody changes one; a frozen one takes eight times as long to make, and there are several a token
 class TokenEvent:
     """One entry of the token log: a token was decided, or the request ended without one."""
 

@@ -96,8 +96,8 @@ local function write_end(key, id, event, inflight, request, is_refused)
 end
 """
 
-# ARGV[1]: msgpack of [inflight key, [[log key, request id, position, event, is end], …], [[stream
-# key, message], …]]. One packed argument, because hundreds of commands a step cost the client more
+# ARGV[1]: msgpack of [inflight key, [[request id, position, event, is end], …], [[stream key,
+# message], …]]. One packed argument, because hundreds of commands a step cost the client more
 # than the whole decision. Returns what was refused: [index from 1, what the log holds at that
 # position or as its end; nil: the log has lost what came before]. What follows a refused entry in
 # its log is refused with it, unseen: it was computed on that one. If anything was refused, no
@@ -108,7 +108,8 @@ WRITE_STEP = (
 local inflight, entries, messages = unpack(cmsgpack.unpack(ARGV[1]))
 local refused, is_cut = {{}}, {{}}
 for i, entry in ipairs(entries) do
-  local key, request, position, event, is_end = unpack(entry)
+  local request, position, event, is_end = unpack(entry)
+  local key = '{log_key("")}' .. request
   local last, has_ended, payload = last_of(key)
   if is_cut[key] then
     refused[#refused + 1] = {{i, ''}}
@@ -165,7 +166,7 @@ return last
 _ONE_EVENT = msgpack.Packer().pack_array_header(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as TokenEvent: nobody changes one, and there is one a token
 class LogEntry:
     """A TokenEvent of a token, on its way to the log."""
 
@@ -180,9 +181,7 @@ def log_entry(event: TokenEvent) -> LogEntry:
 def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]) -> None:
     """Queue one step: append the entries to their logs and, unless one of them is refused, send the
     messages in order. WRITE_STEP says what is returned."""
-    logs = [
-        [log_key(each.event.request_id), each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries
-    ]
+    logs = [[each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries]
     # Lua's cmsgpack knows msgpack's old raw type only, which holds bytes and text alike
     packed = msgpack.packb([inflight_key(model), logs, [[stream.key, encode(message)] for stream, message in messages]], use_bin_type=False)
     pipe.eval(WRITE_STEP, 0, packed)

@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from services.gateway.api.ollama import lines
 from services.gateway.api.ollama.lines import OllamaLines
 from services.requests.answers.choice import Choice, usage_of
 from services.requests.answers.formats import format_for
+from services.requests.answers.frames import Frames, is_plain
 from services.requests.answers.sse import encode_event
 from services.requests.answers.translate import Fold, Translation
 from services.requests.anthropic.events import MessageEvents
@@ -76,3 +79,20 @@ def test_usage_counts_each_prompt_once() -> None:
             choice.add(event)
     used = usage_of(choices, 2)
     assert (used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens) == (9, 4, 28, 6)
+
+
+@pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])
+@pytest.mark.parametrize("parsing", [None, Parsing("qwen3", "hermes", ("add",))])
+def test_a_chunk_with_nothing_but_text_has_the_bytes_of_any_chunk(kind: str, parsing: Parsing | None) -> None:
+    record = replace(record_of(kind), parsing=parsing, has_continuous_usage=False, has_usage=True)
+    choice, form = Choice.begin(0, record), format_for(record)
+    frames, num_plain = Frames(form, record), 0
+    for number, event in enumerate(EVENTS):
+        odd = {"text": '"\n\\ü\0\u2028', "fingerprint": "fp_2"} if number == 5 else {}
+        bare = replace(event, logprobs=event.logprobs if number == 2 else None, **odd)  # type: ignore[arg-type]
+        delta = choice.add(bare)
+        chunks = form.chunks(choice, bare, delta)
+        if is_plain(bare, delta):
+            num_plain += 1
+            assert [frames.encode(choice, bare, delta.content)] == [orjson.dumps(chunk) for chunk in chunks]
+    assert num_plain >= 2

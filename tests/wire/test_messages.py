@@ -60,6 +60,15 @@ def test_every_message_has_golden_bytes_with_every_field_set() -> None:
                 assert plain(getattr(message, each.name)) != plain(each.default), f"{type(message).__name__}.{each.name}"
 
 
+def test_defaults_at_the_end_are_not_written() -> None:
+    event = TokenEvent("r", 3, 5, "x", 7)
+    assert msgpack.unpackb(encode(event)) == ["token", 1, "r", 3, 5, "x", 7]
+    assert decode(TokenEvent, encode(event)) == event
+    assert msgpack.unpackb(encode(replace(event, finish_reason="stop")))[2:] == ["r", 3, 5, "x", 7, 0, None, "stop"]
+    packed = msgpack.unpackb(encode(replace(CANDIDATES.message, temperatures=f32())), strict_map_key=False)
+    assert len(packed) == 2 + len(fields(StepCandidates)), "arrays are, empty or not"
+
+
 def test_the_first_bytes_ever_written_decode() -> None:
     control = bytes.fromhex("95a7636f6e74726f6c01a663616e63656c92a161a162c0")
     assert decode(Control, control) == Control("cancel", ("a", "b"))

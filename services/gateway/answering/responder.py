@@ -2,8 +2,8 @@
 end when the client goes away."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -17,8 +17,9 @@ from services.gateway.reading.subscription import ResponseFailed
 from services.gateway.telemetry.measured import Measured
 from services.requests.answers.choice import Choice
 from services.requests.answers.formats import format_for, whole_body
+from services.requests.answers.frames import Frames, is_plain
 from services.requests.answers.schema_errors import schema_errors
-from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
+from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, event_head, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.grammars.answers import unchecked
 from shared.process.telemetry import get_logger
@@ -27,6 +28,8 @@ from shared.wire.messages import RequestError, TokenEvent
 log = get_logger("penstock.gateway")
 
 T = TypeVar("T")
+
+BEHIND_S = 0.1  # a client that took so long to take some events gets those that came meanwhile as few
 
 
 class EventStream(Response):
@@ -75,6 +78,7 @@ class Responder:
         measured.begin(generation.record, generation.positions, timelines, generation.max_tokens)
         self.ping_interval_s = ping_interval_s
         self.format = format_for(generation.record)
+        self.frames = Frames(self.format, generation.record)
         self.choices = [Choice.begin(index, generation.record) for index in range(len(generation.request_ids))]
         self._is_closed = False
 
@@ -168,13 +172,19 @@ class Responder:
         unopened = [index for index, position in enumerate(positions) if position == 0]
         ping = PING_AMONG_IDS if self.has_positions else PING
         failure: RequestError | None = None
+        is_behind = False
         while True:
-            await self._check_ends(batch)
-            is_long = any(event.prompt_logprobs is not None for _, event in batch)
-            encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (ping, None)
+            if self.generation.record.checks:
+                await self._check_ends(batch)
+            if any(event.prompt_logprobs is not None for _, event in batch):
+                encoded, failure = await asyncio.to_thread(self._encode, batch, positions, joins=is_behind)
+            else:
+                encoded, failure = self._encode(batch, positions, joins=is_behind) if batch else (ping, None)
             if batch and unopened:  # with the first tokens: clients take it for the first
                 encoded, unopened = self._openings(unopened, batch[0][1]) + encoded, []
+            given_at = time.monotonic()
             yield encoded
+            is_behind = time.monotonic() - given_at > BEHIND_S
             if failure is not None or self._is_over:
                 break
             try:
@@ -193,24 +203,42 @@ class Responder:
         chunks = [self.format.opening(index, first) for index in indices]
         return b"".join(encode_event(chunk) for chunk in chunks if chunk is not None)
 
-    def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int]) -> tuple[bytes, RequestError | None]:
+    def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int], *, joins: bool = False) -> tuple[bytes, RequestError | None]:
         """A batch of events as bytes, up to the first that is an error. Raises `positions` as it
-        goes."""
+        goes. joins: a choice's plain events that follow each other become one."""
         encoded = bytearray()
+        plain: tuple[Choice, TokenEvent, list[str]] | None = None  # of a choice: its last plain event, and the texts that are not encoded yet
+
+        def flush() -> None:
+            nonlocal encoded, plain
+            if plain is not None:
+                encoded += event_head(self._id(positions)) + self.frames.encode(plain[0], plain[1], "".join(plain[2])) + b"\n\n"
+                plain = None
+
         for index, event in batch:
             try:
                 check(event)
             except RequestFailed as failed:
+                flush()
                 return bytes(encoded), failed.error
             choice = self.choices[index]
+            if not joins or plain is None or plain[0] is not choice:
+                flush()
             delta = choice.add(event)
-            if event.token_id is not None and event.position <= self.generation.positions[index]:  # the client has it: it is here for what follows
+            is_known = event.token_id is not None and event.position <= self.generation.positions[index]  # the client has it: it is here for what follows
+            if not is_known and self.frames.is_any and not self.has_timings and is_plain(event, delta):
+                plain = choice, event, [*(plain[2] if plain is not None else ()), delta.content]
+                positions[index] = max(event.position, positions[index])
+                continue
+            flush()
+            if is_known:
                 chunks = [self.format.end(choice)] if event.finish_reason is not None else []
             else:
                 positions[index] = max(event.position, positions[index])
                 chunks = self.format.chunks(choice, event, delta)
             for chunk in chunks:
                 encoded += encode_event(chunk | self._timings(index), self._id(positions))
+        flush()
         return bytes(encoded), None
 
     def _id(self, positions: list[int]) -> str | None:

@@ -38,6 +38,8 @@ class Subscription:
         self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
         self._failure: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._wait_ends_at = 0.0  # the loop's time
+        self._timer: asyncio.TimerHandle | None = None  # of this wait or of an earlier one; then it is set again
 
     @property
     def has_failed(self) -> bool:
@@ -69,22 +71,40 @@ class Subscription:
     async def next(self, timeout_s: float) -> list[TokenEvent]:
         """The events that have come; none after timeout_s. Raises ResponseFailed.
 
-        One future and one timer a wait, no task: this runs for every stream at every step.
+        One future a wait, no task, and a timer now and then: this runs for every stream at every
+        step.
         """
         if not self._queue and self._failure is None:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            self._wait_ends_at = loop.time() + timeout_s
+            if self._timer is None:
+                self._timer = loop.call_at(self._wait_ends_at, self._ring)
             try:
                 await self._waiter
             finally:
-                timer.cancel()
                 self._waiter = None
         if self._failure is not None and not self._queue:
             raise ResponseFailed(self._failure)
         events = list(self._queue)
         self._queue.clear()
         return events
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        """The time of an earlier wait is over, or that of this one."""
+        self._timer = None
+        if self._waiter is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._wait_ends_at:
+            self._timer = loop.call_at(self._wait_ends_at, self._ring)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

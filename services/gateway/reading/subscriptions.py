@@ -16,7 +16,7 @@ import redis
 import redis.asyncio
 
 from services.gateway.reading.subscription import Subscription
-from services.requests.client import persist
+from services.requests.client import OwnConnection, persist
 from services.requests.errors import draining
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
@@ -51,6 +51,7 @@ class Subscriptions:
         self._by_request: dict[str, Subscription] = {}
         self._last_id = "0-0"
         self._control_id = ""  # where the control stream ended when this replica began; empty: not known yet
+        self._connection = OwnConnection(client)  # for the reads
         self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)  # on its way to the dead letters
         self._read_at = time.monotonic()
         self._trimmed_at = 0.0
@@ -84,6 +85,7 @@ class Subscriptions:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        subscription.close()
         self.recent.append(subscription)
         self.behind.discard(subscription)
         for request_id in subscription.positions:
@@ -111,17 +113,22 @@ class Subscriptions:
     async def run(self) -> None:
         """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the
         stream."""
-        while True:
-            reply = await persist(self._read, self.backoff)
-            self._read_at = time.monotonic()
-            entries = entries_of(reply)
-            for entry_id, values in entries.get(self.stream.key.encode(), []):
-                self._last_id = entry_id.decode()
-                self._dispatch(values)
-            for entry_id, values in entries.get(CONTROL.key.encode(), []):
-                self._control_id = entry_id.decode()
-                self._handle_control(values)
-            self.stage.mark_alive()
+        try:
+            while True:
+                reply = await persist(self._read, self.backoff)
+                self._read_at = time.monotonic()
+                self._take(entries_of(reply))
+                self.stage.mark_alive()
+        finally:
+            await self._connection.close()
+
+    def _take(self, entries: dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]) -> None:
+        for entry_id, values in entries.get(self.stream.key.encode(), []):
+            self._last_id = entry_id.decode()
+            self._dispatch(values)
+        for entry_id, values in entries.get(CONTROL.key.encode(), []):
+            self._control_id = entry_id.decode()
+            self._handle_control(values)
 
     async def _read(self) -> Any:
         """Wait for more; now and then, trim what was dispatched and bury what nobody could read."""
@@ -130,7 +137,8 @@ class Subscriptions:
             self._control_id = latest[0][0].decode() if latest else "0-0"
         if self._garbage or time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
             await self._clean_up()
-        return await self.client.xread({self.stream.key: self._last_id, CONTROL.key: self._control_id}, block=BLOCK_MS)
+        streams = (self.stream.key, CONTROL.key, self._last_id, self._control_id)
+        return await self._connection.ask("XREAD", "BLOCK", BLOCK_MS, "STREAMS", *streams)
 
     async def _clean_up(self) -> None:
         letters = list(self._garbage)

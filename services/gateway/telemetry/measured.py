@@ -86,7 +86,7 @@ class Measured:
                 clock.first_at = now
                 self.metrics.first_token(self._figures, now - self._started_at)
             else:
-                self._figures.itl.observe(now - clock.last_at)
+                self._figures.tokens.gap(now - clock.last_at)
         clock.last_at = now
 
     def _end(self, index: int, reason: str, error: RequestError | None) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from redis.exceptions import RedisError
 
 from services.gateway.telemetry.pipeline_state import PipelineState
+from services.gateway.telemetry.token_figures import TOKEN_SECONDS, TokenCounts, TokenFigures
 from services.requests.batches.figures import BatchFigures
 from shared.process.telemetry import get_logger
 from shared.wire.load import Load
@@ -29,7 +30,6 @@ log = get_logger("penstock.gateway")
 
 # From a small model's step on a GPU to a queue before a laptop's CPU
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)  # of one token
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
@@ -44,9 +44,8 @@ class ModelMetrics:
     success: dict[str, Counter]  # by finish reason
     prompt_tokens: Counter
     prompt_tokens_cached: Counter
-    generation_tokens: Counter
+    tokens: TokenCounts
     ttft: Histogram
-    itl: Histogram
     tpot: Histogram
     e2e: Histogram
     tokenize: Histogram
@@ -80,13 +79,9 @@ class Metrics:
         self.background = self._counter("background_responses", "Responses begun here that no gateway reads: the other counts are without them")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens of ended sequences that the prefix cache had")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated, as they reach the gateway")
+        self.tokens = TokenFigures()
+        self.registry.register(self.tokens)
         self.ttft = self._histogram("time_to_first_token_seconds", "From submission to a sequence's first token", SECONDS)
-        self.itl = self._histogram(
-            "inter_token_latency_seconds",
-            "Between the tokens of a sequence, as they reach the gateway; tokens that compute publishes together have none between them",
-            TOKEN_SECONDS,
-        )
         self.tpot = self._histogram("request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a sequence", TOKEN_SECONDS)
         self.e2e = self._histogram("e2e_request_latency_seconds", "From submission to the end of a sequence", SECONDS)
         self.tokenize = self._histogram("request_tokenize_time_seconds", "From submission until the prompt is tokens, the tokenizers' queue included", SECONDS)
@@ -116,9 +111,9 @@ class Metrics:
     def of(self, model: str) -> ModelMetrics:
         """The figures of a served model, by its own name."""
         if (found := self._of.get(model)) is None:
-            names = [name for name in ModelMetrics.__slots__ if name != "success"]
+            names = [name for name in ModelMetrics.__slots__ if name not in ("success", "tokens")]
             success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
-            found = self._of[model] = ModelMetrics(success, **{name: getattr(self, name).labels(model) for name in names})
+            found = self._of[model] = ModelMetrics(success, tokens=self.tokens.of(model), **{name: getattr(self, name).labels(model) for name in names})
             for reason in REJECTIONS:
                 self.rejected.labels(model, reason)
         return found
@@ -133,7 +128,7 @@ class Metrics:
 
     def token(self, figures: ModelMetrics, count: int = 1) -> None:
         """Count tokens that came."""
-        figures.generation_tokens.inc(count)
+        figures.tokens.num_tokens += count
         self.num_output_tokens += count
 
     def first_token(self, figures: ModelMetrics, seconds: float) -> None:

@@ -21,8 +21,12 @@ PING_AMONG_IDS = b": waiting\n"
 
 
 def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:
-    head = b"" if event_id is None else b"id: " + event_id.encode() + b"\n"
-    return head + b"data: " + orjson.dumps(payload) + b"\n\n"
+    return event_head(event_id) + orjson.dumps(payload) + b"\n\n"
+
+
+def event_head(event_id: str | None) -> bytes:
+    """The bytes before an event's data, of which a blank line is the end."""
+    return b"data: " if event_id is None else b"id: %b\ndata: " % event_id.encode()
 
 
 def format_id(positions: list[int]) -> str | None:
