@@ -1,7 +1,7 @@
 """Every kernel against its definition in torch, and a row's bits alone against those in company. On a GPU, or in Triton's interpreter."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,8 @@ def moved(matrix: Matrix, device: torch.device) -> Matrix:
     if isinstance(matrix, Float8):
         return Float8(matrix.codes.to(device), matrix.scales.to(device), matrix.group, matrix.height)
     table = matrix.table.to(device) if matrix.table is not None else None
-    return Grouped(matrix.codes.to(device), group=matrix.group, table=table, **{name: each.to(device) for name, each in matrix.by_group().items()})
+    parts: dict[str, Any] = {name: each.to(device) for name, each in matrix.by_group().items()}
+    return replace(matrix, codes=matrix.codes.to(device), table=table, **parts)
 
 
 @dataclass(frozen=True, slots=True)
