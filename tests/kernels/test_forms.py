@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.compute.backends.cpu.linear import NativeLinear, is_packable
-from services.compute.backends.matrix import BLOCK, Dense, Grouped, Int8Columns, Matrix, concatenate
+from services.compute.backends.matrix import BLOCK, Dense, Grouped, Int8Columns, Joined, Matrix, concatenate
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import quantize_groups, quantize_rows, rms_norm
+from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
 from services.compute.models.config import Packed, read_config
 from services.compute.weights.loader import Loader
 from shared.model.files import DEMO_MODEL
@@ -294,8 +294,40 @@ def test_alike_matrices_are_joined() -> None:
         joined = concatenate(parts, torch.bfloat16)
         assert type(joined) is type(parts[0])
         assert torch.equal(joined.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts]))
-    mixed = [held("four bits", 3, 96, 32), held("four bits, minima", 3, 96, 32)]
-    assert isinstance(concatenate(mixed, torch.bfloat16), Dense)
+    mixed = [held("four bits", 3, 96, 32), held("four bits", 5, 96, 32), held("four bits, minima", 3, 96, 32)]
+    both = concatenate(mixed, torch.bfloat16)
+    assert isinstance(both, Joined) and [each.shape[0] for each in both.parts] == [8, 3]
+    assert torch.equal(both.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in mixed]))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_matrices_of_different_forms_are_one_layer(rows: int) -> None:
+    """The same bits as layers of their own, whose outputs are put side by side."""
+    matrices = [held("planes of 4, steps, minima", 96, 300, 32), held("four bits, minima", 33, 300, 64), held("planes of 6, steps", 31, 300, 16)]
+    backend, x, residual, bias = native_backend(), randn(rows, 300), randn(rows, 160, seed=1), randn(160, seed=2)
+    norm = (1 + randn(300, seed=3) * 0.1).bfloat16()
+    joined = concatenate(matrices, torch.bfloat16)
+    found = backend.make_linear(joined, bias)(x, norm=norm, eps=EPS, residual=residual)
+    parts = zip(matrices, bias.split([96, 33, 31]), residual.split([96, 33, 31], 1), strict=True)
+    apart = [backend.make_linear(matrix, some)(x, norm=norm, eps=EPS, residual=rest.contiguous()) for matrix, some, rest in parts]
+    assert backend.is_kept(joined) and torch.equal(found, torch.cat(apart, 1))
+    logits = backend.make_linear(joined).logits(x)
+    assert torch.equal(logits, torch.cat([backend.make_linear(matrix).logits(x) for matrix in matrices], 1))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_of_another_form(activation: str) -> None:
+    for rows, inter in product((1, 9, 40), (41, 48, 232)):
+        gate, up, down = held("planes of 5", inter, 300, 32), held("int8 groups", inter, 300, 32, seed=1), held("planes of 6, steps", 300, inter, 16)
+        backend, x, norm = native_backend(), randn(rows, 300), (1 + randn(300, seed=3) * 0.1).bfloat16()
+        gate_up = backend.make_linear(Joined((gate, up)), is_gated=True, activation=activation)
+        hidden = gate_up(x, norm=norm, eps=EPS)
+        halves = torch.cat([backend.make_linear(each).logits(x, norm=norm, eps=EPS) for each in (gate, up)], 1)
+        assert torch.allclose(hidden.float(), gated(halves, activation), rtol=HALF_OF_BF16, atol=1e-4)
+        mlp = backend.make_mlp(gate_up, backend.make_linear(down))
+        found = mlp(x, norm=norm, eps=EPS)
+        assert torch.equal(found, backend.make_linear(down)(hidden, residual=x))
+        assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
 
 
 def test_widening_a_matrix_takes_little_beside_the_matrix() -> None:

@@ -192,23 +192,60 @@ class Float8(Coded):
         return Float8(self.codes, scales, self.group)
 
 
-Matrix = Dense | Int8Columns | Grouped | Float8
+OneForm = Dense | Int8Columns | Grouped | Float8
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Matrices of different forms with the same inputs, one after the other along the outputs."""
+
+    parts: tuple[OneForm, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(each.shape[0] for each in self.parts), self.parts[0].shape[1]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.parts))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [n, k]."""
+        return torch.cat([each.dequantize(dtype) for each in self.parts])
+
+
+Matrix = OneForm | Joined
 
 
 def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
-    """Matrices with the same inputs as one, along the outputs; dense, in `dtype`, unless all have
-    the same form."""
+    """Matrices with the same inputs as one, along the outputs. Those next to each other that have
+    the same form become one of that form."""
+    runs: list[list[OneForm]] = []
+    for each in parts:
+        for one in each.parts if isinstance(each, Joined) else (each,):
+            if runs and _are_alike(runs[-1][0], one):
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+    joined = [_join(run, dtype) for run in runs]
+    return joined[0] if len(joined) == 1 else Joined(tuple(joined))
+
+
+def _join(parts: Sequence[OneForm], dtype: torch.dtype) -> OneForm:
+    """Join matrices that are alike."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if isinstance(first, Int8Columns) and all(isinstance(each, Int8Columns) for each in parts):
-        return Int8Columns(*(torch.cat([getattr(each, name) for each in parts]) for name in ("codes", "scales")))
-    if isinstance(first, Grouped) and all(isinstance(each, Grouped) and _are_alike(first, each) for each in parts):
-        joined: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in ("codes", *first.by_group())}
-        return replace(first, **joined)
-    if isinstance(first, Float8) and all(isinstance(each, Float8) and (each.codes.dtype, each.group) == (first.codes.dtype, first.group) for each in parts):
+    if isinstance(first, Float8):
         return _join_float8([each for each in parts if isinstance(each, Float8)])
-    return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
+    if isinstance(first, Dense):
+        return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
+    names = ("codes", "scales") if isinstance(first, Int8Columns) else ("codes", *first.by_group())
+    joined: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in names}
+    return replace(first, **joined)
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8:
@@ -224,8 +261,13 @@ def describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _are_alike(one: Grouped, other: Grouped) -> bool:
-    def form(each: Grouped) -> tuple[object, ...]:
-        return each.group, each.bits, each.lowest, None if each.table is None else each.table.tolist(), list(each.by_group())
+def _are_alike(one: OneForm, other: OneForm) -> bool:
+    if isinstance(one, Grouped) and isinstance(other, Grouped):
+        return _form(one) == _form(other)
+    if isinstance(one, Float8) and isinstance(other, Float8):
+        return (one.codes.dtype, one.group) == (other.codes.dtype, other.group)
+    return type(one) is type(other)
 
-    return form(one) == form(other)
+
+def _form(matrix: Grouped) -> tuple[object, ...]:
+    return matrix.group, matrix.bits, matrix.lowest, None if matrix.table is None else matrix.table.tolist(), list(matrix.by_group())

@@ -50,6 +50,10 @@ struct Weight {
   const int8_t* zeros;           // four bits: the same, or null; value - zero is an int8
   const uint16_t* minima;        // by groups: as group_scales, or null
   int64_t activation;            // Activation, of the gate
+  // A layer of several matrices with the same inputs: the one whose outputs come next, or null. With
+  // is_gate this one is a gate, and the next is what its activation is multiplied by.
+  const Weight* next;
+  int64_t is_gate;
   int64_t bits, offset;          // planes: of a code; a value is the code less the offset
   // by groups: [padded_n / kPair][padded_k / group][kPair], or null; a group's scale is so many of
   // its block's, and its minimum
@@ -58,10 +62,12 @@ struct Weight {
   // of a weight
   int64_t data_bits() const { return type == kBf16 ? 16 : type == kFourBit ? 4 : type == kPlanes ? bits : 8; }
   int64_t tile_bytes() const { return padded_k * kColumns * data_bits() / 8; }
+  // of the layer that this is the first matrix of
+  int64_t outputs() const { return is_gated ? n / 2 : next == nullptr || is_gate ? n : n + next->outputs(); }
 };
 
 // With y = activations * weights (+ bias): out = y, or residual + y, or, where the weight is gated,
-// activation(gate) * up of y's columns.
+// activation(gate) * up of y's columns, or, where there are gates, activation(gates) * y.
 struct Gemm {
   const Weight* weight;
   // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
@@ -72,6 +78,8 @@ struct Gemm {
   const int32_t* sums;
   const float* totals;      // by groups: scales * sums
   int64_t rows;
+  int64_t width;             // of rows of out, out_float and residual, which begin with this matrix's outputs
+  const float* gates;        // [rows][n] or null
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
   // gated: not 0 if the result is to be in tiles, as bf16 activations of so many inputs

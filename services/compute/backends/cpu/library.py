@@ -33,7 +33,9 @@ class Weight(ctypes.Structure):
         *((name, Pointer) for name in ("data", "scales", "sums", "bias")),
         ("group", ctypes.c_int64),
         *((name, Pointer) for name in ("table", "group_scales", "zeros", "minima")),
-        *((name, ctypes.c_int64) for name in ("activation", "bits", "offset")),
+        ("activation", ctypes.c_int64),
+        ("next", Pointer),
+        *((name, ctypes.c_int64) for name in ("is_gate", "bits", "offset")),
         *((name, Pointer) for name in ("steps", "minimum_steps")),
     ]
 

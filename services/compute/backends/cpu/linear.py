@@ -10,13 +10,14 @@ norm, and what comes after it, SiLU times up or the residual, happen inside.
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
-from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
 
@@ -106,6 +107,8 @@ def pack_linear(
     """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it
     is not packable, is quantized as `quantization` says; all else stays what it is."""
     assert quantization in QUANTIZATIONS
+    if isinstance(matrix, Joined):
+        return pack_joined(context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
@@ -116,6 +119,25 @@ def pack_linear(
     layer = NativeLinear(context, n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
     return layer
+
+
+def pack_joined(context: Context, matrix: Joined, bias: Tensor | None, *, quantization: str, group: int, is_gated: bool, activation: str) -> "NativeLinear":
+    """A layer of several matrices, which is its first with the others behind it. A gated one is of
+    two: the gate, and what its activation is multiplied by."""
+    assert not is_gated or (len(matrix.parts) == 2 and matrix.parts[0].shape == matrix.parts[1].shape)
+    sizes = [each.shape[0] for each in matrix.parts]
+    biases = [None] * len(sizes) if bias is None else [each.contiguous() for each in torch.split(bias, sizes)]
+    layers = [
+        pack_linear(context, part, of_part, quantization=quantization, group=group, activation=activation)
+        for part, of_part in zip(matrix.parts, biases, strict=True)
+    ]
+    for before, after in pairwise(layers):
+        before.struct.next = ctypes.addressof(after.struct)
+    first = layers[0]
+    first.following = tuple(layers[1:])
+    first.struct.is_gate = int(is_gated)
+    first.num_outputs = sizes[0] if is_gated else sum(sizes)
+    return first
 
 
 def form_of(matrix: Grouped) -> Form:
@@ -155,6 +177,7 @@ class NativeLinear:
         padded_n, padded_k = _padded(n, k, form, is_gated)
         self.num_outputs = n // 2 if is_gated else n
         self.rows = torch.empty((0, self.num_outputs))  # of logits
+        self.following: tuple[NativeLinear, ...] = ()  # the layer's other matrices
         self.struct = Weight(
             form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation], bits=form.bits, offset=form.offset
         )
