@@ -41,6 +41,11 @@ class Loop:
         self.process.stdin.flush()
         return self._read()
 
+    def resident_bytes(self) -> int:
+        """Memory that the process has now, without what it only maps from files."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()

@@ -88,7 +88,9 @@ def load(model: Path, mode: str, **more: object) -> Engine:
 
 def stored_bytes(linear: Linear) -> int:
     """Bytes that a layer reads of its own."""
-    return sum(part.nbytes for part in linear.parts.values()) if isinstance(linear, NativeLinear) else linear.weight.nbytes  # type: ignore[attr-defined]
+    if isinstance(linear, NativeLinear):
+        return sum(part.nbytes for each in (linear, *linear.following) for part in each.parts.values())
+    return int(linear.weight.nbytes)  # type: ignore[attr-defined]
 
 
 def read_bandwidth() -> float:

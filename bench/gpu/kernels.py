@@ -1,7 +1,7 @@
 """Every kernel against its definition in torch, and a row's bits alone against those in company. On a GPU, or in Triton's interpreter."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, OneForm
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
 from services.compute.backends.torch.reference import (
@@ -65,7 +65,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_matrix(weight: Tensor, form: str, group: int) -> Matrix:
+def make_matrix(weight: Tensor, form: str, group: int) -> OneForm:
     """weight [n, k] in one of FORMS."""
     if form == "none":
         return Dense(weight)
@@ -85,7 +85,7 @@ def make_matrix(weight: Tensor, form: str, group: int) -> Matrix:
     return Grouped(codes.flatten(1)[:, :k], scales.half(), group, minima=minima if "minima" in form else None)
 
 
-def moved(matrix: Matrix, device: torch.device) -> Matrix:
+def moved(matrix: OneForm, device: torch.device) -> OneForm:
     if isinstance(matrix, Dense):
         return Dense(matrix.weight.to(device))
     if isinstance(matrix, Int8Columns):
@@ -93,7 +93,8 @@ def moved(matrix: Matrix, device: torch.device) -> Matrix:
     if isinstance(matrix, Float8):
         return Float8(matrix.codes.to(device), matrix.scales.to(device), matrix.group, matrix.height)
     table = matrix.table.to(device) if matrix.table is not None else None
-    return Grouped(matrix.codes.to(device), group=matrix.group, table=table, **{name: each.to(device) for name, each in matrix.by_group().items()})
+    parts: dict[str, Any] = {name: each.to(device) for name, each in matrix.by_group().items()}
+    return replace(matrix, codes=matrix.codes.to(device), table=table, **parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.compute.backends.cpu.linear import NativeLinear, is_packable
-from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix, concatenate
+from services.compute.backends.matrix import BLOCK, Dense, Grouped, Int8Columns, Joined, Matrix, concatenate
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import quantize_groups, quantize_rows, rms_norm
+from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
 from services.compute.models.config import Packed, read_config
 from services.compute.weights.loader import Loader
 from shared.model.files import DEMO_MODEL
@@ -26,14 +26,32 @@ from tests.kernels.test_native import EPS, error, randn
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
-FORMS = ("int8 columns", "int8 groups", "int8 groups, minima", "four bits", "four bits, zeros", "four bits, minima", "four bits, zeros and minima", "any table")
+RESTORED = (
+    "int8 columns",
+    "int8 groups",
+    "int8 groups, minima",
+    "four bits",
+    "four bits, zeros",
+    "four bits, minima",
+    "four bits, zeros and minima",
+    "any table",
+)
+# bits, and the lowest code
+PLANES = {
+    "planes of 2, steps, minima": (2, 0), "planes of 3, steps": (3, -4), "planes of 4, steps, minima": (4, 0), "planes of 5": (5, -16),
+    "planes of 5, minima": (5, 0), "planes of 5, steps, minima": (5, 0), "planes of 6, steps": (6, -32),
+}  # fmt: skip
+FORMS = (*RESTORED, "four bits, steps", *PLANES)
 HALF_OF_BF16 = 2.0**-8
 
 
 def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | Grouped:
-    """A matrix [n, k] of random codes, and scales between 0.01 and 0.02."""
+    """A matrix [n, k] of random codes, and scales between 0.01 and 0.02. With a table, groups are of 32 at least."""
     generator = torch.Generator().manual_seed(seed)
+    group = max(group, 32) if form.startswith(("four", "any")) and group == 16 else group
     groups = (n, -(-k // group))
+    if "steps" in form:
+        return held_in_steps(form, n, k, group, generator)
     scales = (0.01 + 0.01 * torch.rand(groups, generator=generator)).half()
     if form == "int8 columns":
         return Int8Columns(torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales[:, 0].float() + 1e-5)
@@ -41,8 +59,24 @@ def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | 
     minima = torch.randn(groups, generator=generator).half() * 0.1 if "minima" in form else None
     if form.startswith("int8 groups"):
         return Grouped(torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales, group, None, zeros, minima)
+    if form in PLANES:
+        bits, lowest = PLANES[form]
+        codes = torch.randint(lowest, lowest + 2**bits, (n, k), dtype=torch.int8, generator=generator)
+        return Grouped(codes, scales, group, None, None, minima, bits, lowest)
     table = torch.randint(-128, 128, (16,), generator=generator) if form == "any table" else torch.arange(16) - (0 if minima is not None else 8)
     return Grouped(torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator), scales, group, table.to(torch.int8), zeros, minima)
+
+
+def held_in_steps(form: str, n: int, k: int, group: int, generator: torch.Generator) -> Grouped:
+    """With scales that are up to 127 times those of blocks of 256, in both directions."""
+    blocks, groups = (n, -(-k // BLOCK)), (n, -(-k // group))
+    bits, lowest = PLANES.get(form, (4, 0))
+    table = torch.randint(-128, 128, (16,), generator=generator).to(torch.int8) if form not in PLANES else None
+    codes = torch.randint(lowest, lowest + 2**bits, (n, k), generator=generator).to(torch.int8 if table is None else torch.uint8)
+    steps, minimum_steps = (torch.randint(-128, 128, groups, dtype=torch.int8, generator=generator) for _ in range(2))
+    scales = ((0.01 + 0.01 * torch.rand(blocks, generator=generator)) / 64).half()
+    minima = (0.1 * torch.randn(blocks, generator=generator) / 64).half() if "minima" in form else None
+    return Grouped(codes, scales, group, table, None, minima, bits, lowest, steps, minimum_steps if minima is not None else None)
 
 
 def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
@@ -56,7 +90,7 @@ def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.T
 
 @pytest.mark.parametrize("form", FORMS)
 @given(
-    rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 400), group=st.sampled_from([32, 64, 128]), has_bias=st.booleans(),
+    rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 400), group=st.sampled_from([16, 32, 64, 128]), has_bias=st.booleans(),
     has_residual=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 @examples(30)
@@ -81,7 +115,7 @@ def test_gated_layers_norms_and_logits(form: str) -> None:
     """Gate and up alternate by tiles, the second layer reads its activations from tiles, and the last gives float32."""
     hidden, inter, rows = 200, 232, 37
     x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
-    for group in (32, 64, 128):
+    for group in (16, 32, 64, 128):
         gate_up, down = held(form, 2 * inter, hidden, group), held(form, hidden, inter, group, seed=1)
         backend = native_backend()
         mlp = backend.make_mlp(backend.make_linear(gate_up, is_gated=True), backend.make_linear(down))
@@ -96,7 +130,7 @@ def test_gated_layers_norms_and_logits(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_many_long_rows(form: str) -> None:
     """Several panels of rows: the same bits as alone, and in any smaller company."""
-    for group in (32, 128):
+    for group in (16, 32, 128):
         matrix, x = held(form, 70, 5000, group), randn(300, 5000)
         layer = native_backend().make_linear(matrix)
         found = layer(x)
@@ -132,7 +166,7 @@ def test_an_outlier_costs_nothing_outside_its_group() -> None:
     assert error(by_row(x), exact) > 0.5
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", RESTORED)
 def test_parts_make_the_same_layer_again(form: str) -> None:
     backend = native_backend()
     for is_gated, (group, (n, k)) in product((False, True), ((32, (70, 90)), (64, (64, 50)), (128, (64, 300)))):
@@ -151,12 +185,17 @@ def test_parts_make_the_same_layer_again(form: str) -> None:
                 backend.restore_linear(layer.parts, other_n, other_k, is_gated=is_gated, has_bias=has_bias, activation="silu")
 
 
+def of_sixteen(n: int, k: int) -> Grouped:
+    """Four bits with a table, in groups of 16."""
+    return Grouped(torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, k // 16).half(), 16, torch.arange(16, dtype=torch.int8))
+
+
 def unpackable() -> dict[str, Matrix]:
     four, eight = held("four bits, zeros", 40, 256, 64), held("int8 groups", 40, 256, 64)
     assert isinstance(four, Grouped) and isinstance(eight, Grouped)
     assert four.zeros is not None
     return {
-        "groups of 16": held("int8 groups", 40, 256, 16),
+        "groups of 16 with a table": of_sixteen(40, 256),
         "groups of 256": held("four bits", 40, 256, 256),
         "scales that are no float16": replace(four, scales=four.scales.float() + 1e-7),
         "minima that are no float16": replace(eight, minima=torch.full((40, 4), 1e9)),
@@ -222,6 +261,8 @@ class Held:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         form, group = self.form_by_name.get(name.split(".")[-2], "four bits/64").split("/")
+        if form == "four bits" and group == "16":
+            return of_sixteen(*shape)
         return held(form, *shape, int(group))
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -232,7 +273,7 @@ class Held:
 
 def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) -> None:
     config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    loader = Loader(Held({"v_proj": "int8 groups/16", "down_proj": "four bits/256"}), config, native_backend(), Packed("none", 64))
+    loader = Loader(Held({"v_proj": "four bits/16", "down_proj": "four bits/256"}), config, native_backend(), Packed("none", 64))
     for number in range(3):
         prefix = f"layers.{number}."
         loader.linear(prefix + "qkv.", [f"{prefix}{name}_proj." for name in "qkv"], [(32, 64)] * 3, has_bias=False)
@@ -240,21 +281,53 @@ def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) ->
         loader.linear(prefix + "output.", [prefix + "o_proj."], [(64, 64)], has_bias=False)
     with caplog.at_level(logging.WARNING, logger="penstock.compute"):
         loader.report()
-    expected = {"3 of 8 bits in groups of 16", "3 of 4 bits in groups of 64", "3 of 4 bits in groups of 256"}
+    expected = {"3 of 4 bits in groups of 16", "3 of 4 bits in groups of 64", "3 of 4 bits in groups of 256"}
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("layers are widened to bfloat16") and set(line.split("layers='")[1].rstrip("'").split("; ")) == expected
 
 
 def test_alike_matrices_are_joined() -> None:
     for form in FORMS:
-        parts = [held(form, n, 96, 32, seed=7 if form == "any table" else n) for n in (3, 5, 8)]
-        if form == "any table":
+        parts = [held(form, n, 96, 32, seed=7 if form in ("any table", "four bits, steps") else n) for n in (3, 5, 8)]
+        if form in ("any table", "four bits, steps"):
             parts = [replace(part, table=parts[0].table) for part in parts if isinstance(part, Grouped)]
         joined = concatenate(parts, torch.bfloat16)
         assert type(joined) is type(parts[0])
         assert torch.equal(joined.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts]))
-    mixed = [held("four bits", 3, 96, 32), held("four bits, minima", 3, 96, 32)]
-    assert isinstance(concatenate(mixed, torch.bfloat16), Dense)
+    mixed = [held("four bits", 3, 96, 32), held("four bits", 5, 96, 32), held("four bits, minima", 3, 96, 32)]
+    both = concatenate(mixed, torch.bfloat16)
+    assert isinstance(both, Joined) and [each.shape[0] for each in both.parts] == [8, 3]
+    assert torch.equal(both.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in mixed]))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_matrices_of_different_forms_are_one_layer(rows: int) -> None:
+    """The same bits as layers of their own, whose outputs are put side by side."""
+    matrices = [held("planes of 4, steps, minima", 96, 300, 32), held("four bits, minima", 33, 300, 64), held("planes of 6, steps", 31, 300, 16)]
+    backend, x, residual, bias = native_backend(), randn(rows, 300), randn(rows, 160, seed=1), randn(160, seed=2)
+    norm = (1 + randn(300, seed=3) * 0.1).bfloat16()
+    joined = concatenate(matrices, torch.bfloat16)
+    found = backend.make_linear(joined, bias)(x, norm=norm, eps=EPS, residual=residual)
+    parts = zip(matrices, bias.split([96, 33, 31]), residual.split([96, 33, 31], 1), strict=True)
+    apart = [backend.make_linear(matrix, some)(x, norm=norm, eps=EPS, residual=rest.contiguous()) for matrix, some, rest in parts]
+    assert backend.is_kept(joined) and torch.equal(found, torch.cat(apart, 1))
+    logits = backend.make_linear(joined).logits(x)
+    assert torch.equal(logits, torch.cat([backend.make_linear(matrix).logits(x) for matrix in matrices], 1))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_of_another_form(activation: str) -> None:
+    for rows, inter in product((1, 9, 40), (41, 48, 232)):
+        gate, up, down = held("planes of 5", inter, 300, 32), held("int8 groups", inter, 300, 32, seed=1), held("planes of 6, steps", 300, inter, 16)
+        backend, x, norm = native_backend(), randn(rows, 300), (1 + randn(300, seed=3) * 0.1).bfloat16()
+        gate_up = backend.make_linear(Joined((gate, up)), is_gated=True, activation=activation)
+        hidden = gate_up(x, norm=norm, eps=EPS)
+        halves = torch.cat([backend.make_linear(each).logits(x, norm=norm, eps=EPS) for each in (gate, up)], 1)
+        assert torch.allclose(hidden.float(), gated(halves, activation), rtol=HALF_OF_BF16, atol=1e-4)
+        mlp = backend.make_mlp(gate_up, backend.make_linear(down))
+        found = mlp(x, norm=norm, eps=EPS)
+        assert torch.equal(found, backend.make_linear(down)(hidden, residual=x))
+        assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
 
 
 def test_widening_a_matrix_takes_little_beside_the_matrix() -> None:

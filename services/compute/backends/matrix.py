@@ -6,12 +6,16 @@ matrix is dequantized, and perhaps quantized again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 SLICE = 1 << 22  # weights of a matrix that are widened at once
+BLOCK = 256  # inputs whose groups' scales are whole multiples of one number
+# what float16 may change of scales: half of what bfloat16 would of the weights
+ROUNDING = 2.0**-10
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -75,35 +79,66 @@ class Grouped(Coded):
     """(value - zero) * scale + minimum, with one scale, and one zero or minimum if there is any,
     for each group of inputs of a column.
 
-    The value is the code itself (eight bits), or what stands in `table` at the code (four bits).
+    The value is the code itself, or what stands in `table` at the code (four bits). With `steps`,
+    scales and minima are of blocks of BLOCK inputs, and a group's are so many of its block's.
     """
 
     codes: Tensor  # [n, k] int8; with a table: uint8, below 16
-    scales: Tensor  # [n, ceil(k / group)] float16
+    scales: Tensor  # [n, ceil(k / group)] float16; with steps: [n, ceil(k / BLOCK)]
     group: int
     table: Tensor | None = None  # [16] int8
     zeros: Tensor | None = None  # [n, ceil(k / group)] int8
-    minima: Tensor | None = None  # [n, ceil(k / group)] float16
+    minima: Tensor | None = None  # like scales
+    bits: int = 8  # without a table: codes lie from `lowest` to lowest + 2^bits - 1
+    lowest: int = -128
+    steps: Tensor | None = None  # [n, ceil(k / group)] int8
+    minimum_steps: Tensor | None = None  # the same; there with steps and minima
 
     def __post_init__(self) -> None:
         n, k = self.codes.shape
-        wrong = {name: each for name, each in self.by_group().items() if each.shape != (n, -(-k // self.group))}
+        in_blocks = ("scales", "minima") if self.steps is not None else ()
+        width = {name: -(-k // (BLOCK if name in in_blocks else self.group)) for name in self.by_group()}
+        wrong = {name: each for name, each in self.by_group().items() if each.shape != (n, width[name])}
         if self.table is not None and self.table.shape != (16,):
             wrong["table"] = self.table
+        if (self.minimum_steps is not None) != (self.steps is not None and self.minima is not None):
+            wrong["minimum_steps"] = self.scales
         if wrong or self.codes.dtype != (torch.int8 if self.table is None else torch.uint8):
             named = ", ".join(f"{name} {describe(each)}" for name, each in (wrong or {"scales": self.scales}).items())
             raise ValueError(f"codes {describe(self.codes)}, {named}: not {self}")
 
     def __str__(self) -> str:
         more = [name for name in ("zeros", "minima") if getattr(self, name) is not None]
-        return f"{8 if self.table is None else 4} bits in groups of {self.group}" + (f" with {' and '.join(more)}" if more else "")
+        return f"{self.bits if self.table is None else 4} bits in groups of {self.group}" + (f" with {' and '.join(more)}" if more else "")
 
     def by_group(self) -> dict[str, Tensor]:
-        """Scales, and zeros and minima where there are any."""
-        return {name: each for name in ("scales", "zeros", "minima") if (each := getattr(self, name)) is not None}
+        """Scales, and zeros, minima and steps where there are any."""
+        return {name: each for name in ("scales", "zeros", "minima", "steps", "minimum_steps") if (each := getattr(self, name)) is not None}
+
+    def without_steps(self) -> "Grouped":
+        """The same matrix with each group's own scale and minimum, which are exact in float32."""
+        if self.steps is None:
+            return self
+
+        def of_groups(of_blocks: Tensor, steps: Tensor) -> Tensor:
+            return of_blocks.float().repeat_interleave(BLOCK // self.group, 1)[:, : steps.shape[1]] * steps
+
+        minima = None if self.minima is None or self.minimum_steps is None else of_groups(self.minima, self.minimum_steps)
+        return replace(self, scales=of_groups(self.scales, self.steps), minima=minima, steps=None, minimum_steps=None)
+
+    def in_halves(self) -> "Grouped":
+        """The same with scales and minima rounded to float16, if that changes those of no column by
+        more than ROUNDING, root mean square."""
+        plain = self.without_steps()
+        parts = [(each, each.half()) for each in (plain.scales, plain.minima) if each is not None]
+        if any(bool(((half.float() - each).norm(dim=1) > ROUNDING * each.norm(dim=1)).any()) for each, half in parts if each.dtype != torch.float16):
+            return plain
+        return replace(plain, scales=plain.scales.half(), minima=None if plain.minima is None else plain.minima.half())
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k], computed in float32 at least."""
+        if self.steps is not None:
+            return self.without_steps().dequantize(dtype)
         wide, (n, k) = torch.promote_types(dtype, torch.float32), self.codes.shape
         out = torch.empty(n, k, dtype=dtype, device=self.device)
         step = max(1, SLICE // k)
@@ -157,23 +192,60 @@ class Float8(Coded):
         return Float8(self.codes, scales, self.group)
 
 
-Matrix = Dense | Int8Columns | Grouped | Float8
+OneForm = Dense | Int8Columns | Grouped | Float8
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Matrices of different forms with the same inputs, one after the other along the outputs."""
+
+    parts: tuple[OneForm, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(each.shape[0] for each in self.parts), self.parts[0].shape[1]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.parts))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [n, k]."""
+        return torch.cat([each.dequantize(dtype) for each in self.parts])
+
+
+Matrix = OneForm | Joined
 
 
 def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
-    """Matrices with the same inputs as one, along the outputs; dense, in `dtype`, unless all have
-    the same form."""
+    """Matrices with the same inputs as one, along the outputs. Those next to each other that have
+    the same form become one of that form."""
+    runs: list[list[OneForm]] = []
+    for each in parts:
+        for one in each.parts if isinstance(each, Joined) else (each,):
+            if runs and _are_alike(runs[-1][0], one):
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+    joined = [_join(run, dtype) for run in runs]
+    return joined[0] if len(joined) == 1 else Joined(tuple(joined))
+
+
+def _join(parts: Sequence[OneForm], dtype: torch.dtype) -> OneForm:
+    """Join matrices that are alike."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if isinstance(first, Int8Columns) and all(isinstance(each, Int8Columns) for each in parts):
-        return Int8Columns(*(torch.cat([getattr(each, name) for each in parts]) for name in ("codes", "scales")))
-    if isinstance(first, Grouped) and all(isinstance(each, Grouped) and _are_alike(first, each) for each in parts):
-        joined = {name: torch.cat([getattr(each, name) for each in parts]) for name in ("codes", *first.by_group())}
-        return Grouped(group=first.group, table=first.table, **joined)
-    if isinstance(first, Float8) and all(isinstance(each, Float8) and (each.codes.dtype, each.group) == (first.codes.dtype, first.group) for each in parts):
+    if isinstance(first, Float8):
         return _join_float8([each for each in parts if isinstance(each, Float8)])
-    return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
+    if isinstance(first, Dense):
+        return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
+    names = ("codes", "scales") if isinstance(first, Int8Columns) else ("codes", *first.by_group())
+    joined: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in names}
+    return replace(first, **joined)
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8:
@@ -189,8 +261,13 @@ def describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _are_alike(one: Grouped, other: Grouped) -> bool:
-    def form(each: Grouped) -> tuple[object, ...]:
-        return each.group, None if each.table is None else each.table.tolist(), list(each.by_group())
+def _are_alike(one: OneForm, other: OneForm) -> bool:
+    if isinstance(one, Grouped) and isinstance(other, Grouped):
+        return _form(one) == _form(other)
+    if isinstance(one, Float8) and isinstance(other, Float8):
+        return (one.codes.dtype, one.group) == (other.codes.dtype, other.group)
+    return type(one) is type(other)
 
-    return form(one) == form(other)
+
+def _form(matrix: Grouped) -> tuple[object, ...]:
+    return matrix.group, matrix.bits, matrix.lowest, None if matrix.table is None else matrix.table.tolist(), list(matrix.by_group())

@@ -1,10 +1,10 @@
 """GGUF's block formats as a Grouped matrix: the file's own codes, scales and minima, not rounded
 again.
 
-A block holds the codes of 32 (or, in eight parts, 256) inputs of one output column beside their
-scales. Layouts: ggml-common.h of ggml; the values are those of the `gguf` package's dequantize,
-which is the reference in the tests. Formats that are not here have groups of 16, grids of vectors
-or scales that float16 can't hold: they are dequantized.
+A block holds the codes of 32 (or, in eight or sixteen parts, 256) inputs of one output column
+beside their scales. Layouts: ggml-common.h of ggml; the values are those of the `gguf` package's
+dequantize, which is the reference in the tests. Formats that are not here have grids of vectors or
+scales that float16 can't hold: they are dequantized.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,6 @@ from services.compute.backends.matrix import Grouped
 
 GROUP = 32
 SUPER_BLOCK = 256  # inputs of the K formats' blocks
-# what float16 may change of scales that are products: half of what bfloat16 would of the weights
-ROUNDING = 2.0**-10
 OFFSET_8 = tuple(range(-8, 8))
 PLAIN = tuple(range(16))
 # IQ4_NL's and IQ4_XS's values
@@ -31,39 +29,31 @@ class Parts:
     """Blocks taken apart."""
 
     codes: Tensor  # [blocks, inputs] uint8 or int8
-    scales: Tensor  # [blocks, groups] float16, or float32 where they are products
-    minima: Tensor | None = None
+    scales: Tensor  # [blocks, 1] float16
+    minima: Tensor | None = None  # the same
+    steps: Tensor | None = None  # [blocks, groups] int8, where a block has several groups
+    minimum_steps: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
     split: Callable[[Tensor], Parts]  # of blocks [blocks, bytes] uint8
-    table: tuple[int, ...] | None  # what the codes mean; None: themselves
+    table: tuple[int, ...] | None = None  # what the codes mean; None: themselves
+    bits: int = 8  # of codes without a table, the least of which is `lowest`
+    lowest: int = -128
+    group: int = GROUP
 
 
-def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Grouped | None:
-    """Rows [n, bytes] uint8 of that format as a matrix. None if the format has no such form, or
-    float16 would round the scales more than bfloat16 rounds weights."""
-    form = FORMATS.get(kind)
-    if form is None:
-        return None
-    n = rows.shape[0]
-    parts = form.split(rows.reshape(-1, block_bytes))
-    scales = _as_half(parts.scales.reshape(n, -1))
-    minima = None if parts.minima is None else _as_half(parts.minima.reshape(n, -1))
-    if scales is None or (parts.minima is not None and minima is None):
-        return None
+def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Grouped:
+    """Rows [n, bytes] uint8 of that format, one of FORMATS, as a matrix."""
+    form = FORMATS[kind]
+    n, parts = rows.shape[0], form.split(rows.reshape(-1, block_bytes))
+    scales, minima, steps, minimum_steps = (
+        None if each is None else each.reshape(n, -1) for each in (parts.scales, parts.minima, parts.steps, parts.minimum_steps)
+    )
+    assert scales is not None
     table = None if form.table is None else torch.tensor(form.table, dtype=torch.int8)
-    return Grouped(codes=parts.codes.reshape(n, -1), scales=scales, group=GROUP, table=table, minima=minima)
-
-
-def _as_half(values: Tensor) -> Tensor | None:
-    """[n, groups] in float16, unless that would change a column's by more than ROUNDING, root mean
-    square."""
-    if values.dtype == torch.float16:
-        return values
-    half = values.half()
-    return half if bool(((half.float() - values).norm(dim=1) <= ROUNDING * values.norm(dim=1)).all()) else None
+    return Grouped(parts.codes.reshape(n, -1), scales, form.group, table, None, minima, form.bits, form.lowest, steps, minimum_steps)
 
 
 def _half(data: Tensor) -> Tensor:
@@ -103,48 +93,81 @@ def _q8_0(blocks: Tensor) -> Parts:
     return Parts(blocks[:, 2:].contiguous().view(torch.int8), _half(blocks[:, :2]))
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of eight groups, [blocks, 8] float32: six bits each in 12 bytes, times the
-    block's two float16."""
-    of_block, packed = _half(blocks[:, :4]).float(), blocks[:, 4:16]
+def _k_parts(blocks: Tensor, codes: Tensor) -> Parts:
+    """Q4_K and Q5_K: steps of eight groups have six bits each in 12 bytes, behind the block's two
+    float16."""
+    packed = blocks[:, 4:16]
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
-    minima = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
-    return of_block[:, :1] * scales, -of_block[:, 1:] * minima
+    steps = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
+    minimum_steps = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
+    return Parts(
+        codes.reshape(-1, SUPER_BLOCK).view(torch.int8),
+        _half(blocks[:, :2]),
+        -_half(blocks[:, 2:4]),
+        *(each.view(torch.int8) for each in (steps, minimum_steps)),
+    )
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    scales, minima = _k_scales(blocks)
-    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, GROUP))
-    return Parts(codes.reshape(-1, SUPER_BLOCK), scales, minima)
+    return _k_parts(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, GROUP)))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     """Bit g of the i-th byte of 32 is the fifth bit of input i of group g."""
-    scales, minima = _k_scales(blocks)
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, GROUP)).reshape(-1, 8, GROUP)
-    fifth = (blocks[:, 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1).transpose(1, 2) << 4
-    return Parts((low | fifth).reshape(-1, SUPER_BLOCK).view(torch.int8), scales, minima)
+    return _k_parts(blocks, low | (_bits(blocks[:, 16:48], 1) << 4))
+
+
+def _bits(data: Tensor, count: int) -> Tensor:
+    """[blocks, m] bytes to [blocks, 8 / count, m]: their lowest bits first, so many of each."""
+    shifts = torch.arange(0, 8, count, dtype=torch.uint8)
+    return data[:, None] >> shifts[:, None] & ((1 << count) - 1)
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    """Each 32 bytes have the codes of 128 inputs; a byte of the first 16 a group's two steps."""
+    codes = _bits(blocks[:, 16:80].reshape(-1, 32), 2)
+    steps, minimum_steps = (blocks[:, :16] & 15).view(torch.int8), (blocks[:, :16] >> 4).view(torch.int8)
+    return Parts(codes.reshape(-1, SUPER_BLOCK).view(torch.int8), _half(blocks[:, 80:82]), -_half(blocks[:, 82:84]), steps, minimum_steps)
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    """Bit g of the i-th byte of 32 is the third bit of input i of the g-th 32 inputs. Steps have
+    four bits in one place and two in another, and 32 is taken off."""
+    low = _bits(blocks[:, 32:96].reshape(-1, 32), 2).reshape(-1, 8, 32)
+    codes = (low | (_bits(blocks[:, :32], 1) << 2)).reshape(-1, SUPER_BLOCK).view(torch.int8) - 4
+    packed = blocks[:, 96:108]
+    steps = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], 1) | (_bits(packed[:, 8:], 2).reshape(-1, 16) << 4)
+    return Parts(codes, _half(blocks[:, 108:110]), steps=steps.view(torch.int8) - 32)
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    """Of each 128 inputs 64 bytes have the low four bits, and 32 bytes the high two."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    high = _bits(blocks[:, 128:192].reshape(-1, 32), 2)
+    codes = (low.reshape(-1, SUPER_BLOCK) | (high.reshape(-1, SUPER_BLOCK) << 4)).view(torch.int8) - 32
+    return Parts(codes, _half(blocks[:, 208:210]), steps=blocks[:, 192:208].contiguous().view(torch.int8))
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:
-    """A group's scale has four bits in one place and two in another, and 32 is taken off."""
-    of_block = _half(blocks[:, :2]).float()
+    """A group's step has four bits in one place and two in another, and 32 is taken off."""
     low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).reshape(-1, 8)
     high = ((blocks[:, 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)) & 3).reshape(-1, 8)
-    scales = (low | (high << 4)).view(torch.int8) - 32
     codes = _nibbles(blocks[:, 8:].reshape(-1, 8, GROUP // 2))
-    return Parts(codes.reshape(-1, SUPER_BLOCK), of_block * scales)
+    return Parts(codes.reshape(-1, SUPER_BLOCK), _half(blocks[:, :2]), steps=(low | (high << 4)).view(torch.int8) - 32)
 
 
 FORMATS = {
     GGMLQuantizationType.Q4_0: BlockFormat(_q4_0, OFFSET_8),
     GGMLQuantizationType.Q4_1: BlockFormat(_q4_1, PLAIN),
-    GGMLQuantizationType.Q5_0: BlockFormat(_q5_0, None),
-    GGMLQuantizationType.Q5_1: BlockFormat(_q5_1, None),
-    GGMLQuantizationType.Q8_0: BlockFormat(_q8_0, None),
-    GGMLQuantizationType.Q4_K: BlockFormat(_q4_k, PLAIN),
-    GGMLQuantizationType.Q5_K: BlockFormat(_q5_k, None),
+    GGMLQuantizationType.Q5_0: BlockFormat(_q5_0, bits=5, lowest=-16),
+    GGMLQuantizationType.Q5_1: BlockFormat(_q5_1, bits=5, lowest=0),
+    GGMLQuantizationType.Q8_0: BlockFormat(_q8_0),
+    GGMLQuantizationType.Q2_K: BlockFormat(_q2_k, bits=2, lowest=0, group=16),
+    GGMLQuantizationType.Q3_K: BlockFormat(_q3_k, bits=3, lowest=-4, group=16),
+    GGMLQuantizationType.Q4_K: BlockFormat(_q4_k, bits=4, lowest=0),
+    GGMLQuantizationType.Q5_K: BlockFormat(_q5_k, bits=5, lowest=0),
+    GGMLQuantizationType.Q6_K: BlockFormat(_q6_k, bits=6, lowest=-32, group=16),
     GGMLQuantizationType.IQ4_NL: BlockFormat(_q4_0, IQ4),
     GGMLQuantizationType.IQ4_XS: BlockFormat(_iq4_xs, IQ4),
 }

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
+from services.compute.weights.gguf_blocks import FORMATS, to_grouped
 from services.compute.weights.progress import Progress
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
@@ -89,7 +89,7 @@ class GgufSource:
         counts = Counter(self._kinds.values()).most_common()
         grouped = ", ".join(f"{count} {kind.name}" for kind, count in counts if self._is_kept(kind))
         dense = ", ".join(f"{count} {kind.name}" for kind, count in counts if not self._is_kept(kind))
-        kept = [f"{grouped} as they are, in groups of {GROUP}"] if grouped else []
+        kept = [f"{grouped} as they are"] if grouped else []
         kept += [f"{dense} in {str(self.dtype).removeprefix('torch.')}"] if dense else []
         log.info("GGUF weights", file=self.folder.name, tensors="; ".join(kept))
 
@@ -114,9 +114,6 @@ class GgufSource:
             return Dense(self.dense(name + "weight", shape))
         rows = self._rows(info, kind, name)
         grouped = to_grouped(rows, kind, GGML_QUANT_SIZES[kind][1])
-        if grouped is None:
-            log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
-            return Dense(self._dequantize(rows, kind, shape).to(self.device))
         moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
         return replace(grouped, **moved)
 

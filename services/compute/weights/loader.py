@@ -212,6 +212,7 @@ class Loader:
         biases = [self.source.dense(source + "bias", shape[:1]) for source, shape in zip(sources, shapes, strict=True)] if has_bias else []
         bias = torch.cat(biases) if biases else None
         joined = concatenate(matrices, self.backend.dtype)
-        if isinstance(joined, Dense) or not self.backend.is_kept(joined):
-            self.widened.update({str(each) for each in matrices if not isinstance(each, Dense)})
+        # where a backend has no layers of several forms, all of them are widened
+        widened = [each for each in matrices if not isinstance(each, Dense)] if not self.backend.is_kept(joined) else []
+        self.widened.update({str(each) for each in widened})
         return self.backend.make_linear(joined, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation)

@@ -10,7 +10,11 @@
 
 namespace {
 
+#include "words_bf16.inc"
 #include "lanes_avx512.inc"
+
+constexpr bool kHasUnsignedValues = false;
+
 #include "groups.inc"
 #include "groups_avx512.inc"
 #include "attention_avx512.inc"
@@ -98,18 +102,16 @@ inline void block_bf16(const char* a, int64_t next, const char* tile0, const cha
   PENSTOCK_AMX_BLOCK(_tile_dpbf16ps);
 }
 
-inline bool four_bit_needs_values(int64_t rows) { return rows > kFewRows; }
-
 // groups that are multiplied before their products are added: a load waits for a tile's store that
 // comes closely before it
 constexpr int64_t kTurn = 2;
 
-inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
-                           const int8_t* tile0, const int8_t* tile1, float* c) {
+inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t first, int64_t count, const char* a, const Values& values, float* c) {
   const penstock::Weight& w = *g.weight;
   // bytes to the next 16 rows
   const int64_t groups = w.padded_k / w.group, depth = w.group < 64 ? w.group : 64, next = w.padded_k * 16;
   const int64_t parts = rows > 16 ? 4 : 2;
+  const int8_t *tile0 = values.tiles[0], *tile1 = values.tiles[1];
   alignas(64) int32_t products[4][kTurn][256];
   for (int64_t number = 0; number < count; ++number) {
     _tile_zero(0);
@@ -139,7 +141,7 @@ inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
     __m512 total[16];
     for (int m = 0; m < 16; ++m) total[m] = _mm512_loadu_ps(to + m * 32);
     for (int64_t number = 0; number < count; ++number) {
-      const GroupScales of(w, (pair * groups + first + number) * 32 + part % 2 * 16);
+      const GroupScales of(values, number, part % 2);
       const int32_t* from = products[part][number];
       // there is room for rows beyond the last
       const int64_t at = (row + part / 2 * 16) * groups + first + number;
@@ -149,12 +151,10 @@ inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
   }
 }
 
-inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
-                           const int8_t* tile0, const int8_t* tile1, float* c) {
-  if (rows <= kFewRows) return few_rows_by_groups(g, row, rows, pair, first, count, a, tile0, tile1, c);
-  const int64_t size = g.weight->group * 16;
-  for (int64_t done = 0; done < count; done += kTurn, tile0 += kTurn * size, tile1 += kTurn * size) {
-    turn_of_groups(g, row, rows, pair, first + done, count - done < kTurn ? count - done : kTurn, a, tile0, tile1, c);
+inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t first, int64_t count, const char* a, const Values& values, float* c) {
+  if (rows <= kFewRows) return few_rows_by_groups(g, row, rows, first, count, a, values, c);
+  for (int64_t done = 0; done < count; done += kTurn) {
+    turn_of_groups(g, row, rows, first + done, count - done < kTurn ? count - done : kTurn, a, values.from(g.weight->group, done), c);
   }
 }
 

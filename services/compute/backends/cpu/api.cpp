@@ -57,7 +57,7 @@ class Workspace {
 
 // What a layer needs besides its rows.
 struct Room {
-  Workspace activations, scales, group_sums, group_totals, hidden, unpacked;
+  Workspace activations, scales, group_sums, group_totals, hidden, gates, unpacked;
 };
 
 // What a caller opens: an instruction set, and its workspaces: one for all threads together, or one
@@ -119,7 +119,7 @@ const char* penstock_instruction_set(const Context* context) { return context->k
 int64_t penstock_workspace_bytes(const Context* context) {
   int64_t bytes = context->partials.size();
   for (const Room& room : context->rooms) {
-    for (const Workspace* each : {&room.activations, &room.scales, &room.group_sums, &room.group_totals, &room.hidden, &room.unpacked}) bytes += each->size();
+    for (const Workspace* each : {&room.activations, &room.scales, &room.group_sums, &room.group_totals, &room.hidden, &room.gates, &room.unpacked}) bytes += each->size();
   }
   return bytes;
 }
@@ -168,11 +168,11 @@ void penstock_pack_columns(Context*, const Weight* weight, const int8_t* codes, 
 }
 
 // Pack codes [n][k], one in a byte, four-bit or int8, with their groups' scales (float16), zeros
-// and minima (float16; or null): [n][ceil(k / group)].
+// and minima (float16; or null), [n][ceil(k / group)]; with steps, and minimum_steps where there are
+// minima, of that shape, scales and minima are of blocks.
 void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* minima,
-                          const uint16_t* bias) {
+                          const int8_t* steps, const int8_t* minimum_steps, const uint16_t* bias) {
   const Weight& w = *weight;
-  const int64_t source_groups = (w.k + w.group - 1) / w.group, groups = w.padded_k / w.group;
   uint8_t* data = static_cast<uint8_t*>(const_cast<void*>(w.data));
 #pragma omp parallel for schedule(static)
   for (int64_t column = 0; column < w.padded_n; ++column) {
@@ -180,15 +180,20 @@ void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, 
     for (int64_t i = 0; i < w.padded_k; ++i) {
       // activations beyond k are 0
       const uint8_t code = row >= 0 && i < w.k ? codes[row * w.k + i] : 0;
-      w.type == kFourBit ? pack_nibble(w, column, i, code) : void(data[place(w, column, i, 4)] = code);
+      if (w.type == kPlanes) {
+        pack_planes(w, column, i, static_cast<uint8_t>(code + w.offset));
+      } else if (w.type == kFourBit) {
+        pack_nibble(w, column, i, code);
+      } else {
+        data[place(w, column, i, 4)] = code;
+      }
     }
-    for (int64_t group = 0; group < groups; ++group) {
-      const bool is_there = row >= 0 && group < source_groups;
-      const int64_t at = (column / kPair * groups + group) * kPair + column % kPair, from = row * source_groups + group;
-      const_cast<uint16_t*>(w.group_scales)[at] = is_there ? group_scales[from] : 0;
-      if (w.zeros != nullptr) const_cast<int8_t*>(w.zeros)[at] = is_there ? zeros[from] : 0;
-      if (w.minima != nullptr) const_cast<uint16_t*>(w.minima)[at] = is_there ? minima[from] : 0;
-    }
+    const int64_t of_scale = w.steps != nullptr ? kBlock : w.group;
+    pack_numbers(w, column, row, of_scale, group_scales, w.group_scales);
+    pack_numbers(w, column, row, of_scale, minima, w.minima);
+    pack_numbers(w, column, row, w.group, zeros, w.zeros);
+    pack_numbers(w, column, row, w.group, steps, w.steps);
+    pack_numbers(w, column, row, w.group, minimum_steps, w.minimum_steps);
     pack_bias(w, column, row, bias);
   }
 }

@@ -11,6 +11,9 @@
 namespace {
 
 #include "lanes_avx2.inc"
+
+constexpr bool kHasUnsignedValues = false;
+
 #include "groups.inc"
 
 constexpr int64_t kBlockRows = 2;
@@ -109,20 +112,16 @@ inline void block_bf16(const char* a, int64_t, const char* tile0, const char* ti
   }
 }
 
-inline bool four_bit_needs_values(int64_t) { return true; }
-inline void few_rows_four_bit(const penstock::Gemm&, int64_t, int64_t, int64_t, const char*, float*) {}
-
-inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
-                           const int8_t* tile0, const int8_t* tile1, float* c) {
+inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t first, int64_t count, const char* a, const Values& values, float* c) {
   const penstock::Weight& w = *g.weight;
   const int64_t groups = w.padded_k / w.group, size = w.group * 16;
   alignas(32) int32_t products[2 * 32];
   for (int64_t group = first; group < first + count; ++group) {
     const char* inputs = a + group * w.group / 64 * 1024 + group * w.group % 64;
     for (int64_t half = 0; half < 2; ++half) {
-      const char* tile = reinterpret_cast<const char*>((half == 0 ? tile0 : tile1) + (group - first) * size);
+      const char* tile = reinterpret_cast<const char*>(values.tiles[half] + (group - first) * size);
       rows == 1 ? tile_int8<1>(inputs, tile, w.group, products) : tile_int8<2>(inputs, tile, w.group, products);
-      const GroupScales of(w, (pair * groups + group) * 32 + half * 16);
+      const GroupScales of(values, group - first, half);
       for (int64_t m = 0; m < rows; ++m) {
         const int64_t at = (row + m) * groups + group;
         float* to = c + m * 32 + half * 16;

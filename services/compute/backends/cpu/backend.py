@@ -13,7 +13,7 @@ from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_pac
 from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.cpu.row_search import NativeRowSearch
 from services.compute.backends.cpu.stack import NativeStack
-from services.compute.backends.matrix import Matrix
+from services.compute.backends.matrix import Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.backend import TorchBackend
 
@@ -37,7 +37,7 @@ class CpuBackend:
         return f"native {self.context.instruction_set}, {self.torch.arithmetic}"
 
     def is_kept(self, matrix: Matrix) -> bool:
-        return is_packable(matrix)
+        return all(map(is_packable, matrix.parts)) if isinstance(matrix, Joined) else is_packable(matrix)
 
     def make_linear(
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"

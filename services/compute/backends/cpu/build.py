@@ -17,11 +17,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock_kernels.so"
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+AVX512_VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+AVX512 = [*AVX512_VNNI, "-mavx512bf16"]
 # best first, as in registry.inc: each one's file has its name, and is compiled with these flags
 INSTRUCTION_SETS = {
     "amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "avx512": AVX512,
+    "avx512vnni": AVX512_VNNI,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
 FLAGS: dict[str, list[str]] = {"api.cpp": [], "draw.cpp": ["-ffp-contract=off"]} | {f"{name}.cpp": flags for name, flags in INSTRUCTION_SETS.items()}

@@ -14,13 +14,20 @@ constexpr int64_t kPair = 32;  // columns of the two tiles that are computed tog
 
 // Four-bit weights are codes into a table of 16 int8 values. A unit of 64 inputs (32 with groups of
 // 32) of a tile takes half the bytes: in each byte the low four bits are a code of the unit's first
-// half, the high four one of its second. kInt8 has a scale for each column. With kInt8Groups and
-// kFourBit each group of a column's inputs has a scale, and perhaps a zero or a minimum:
+// half, the high four one of its second. kInt8 has a scale for each column. With kInt8Groups,
+// kFourBit and kPlanes each group of a column's inputs has a scale, and perhaps a zero or a minimum:
 // weight = (value - zero) * scale + minimum.
-enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3 };
+//
+// kPlanes are codes of two to six bits, less an offset. A unit of 64 inputs of a tile is a plane of
+// the codes' low four bits (two, of codes of less than four), and one of the bits above, if there
+// are any. A plane of b bits is [8 b][16][4] bytes: the byte [quad][column][i] has in its lowest b
+// bits those of input 4 * quad + i, in the next those of input 4 * (quad + 8 b) + i, and so on.
+enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3, kPlanes = 4 };
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
 
-constexpr bool is_by_groups(int64_t type) { return type == kFourBit || type == kInt8Groups; }
+constexpr int64_t kBlock = 256;
+
+constexpr bool is_by_groups(int64_t type) { return type >= kFourBit; }
 
 struct Weight {
   int64_t type;             // WeightType
@@ -30,29 +37,49 @@ struct Weight {
   // columns alternate by tiles between gate and up: the output is activation(gate) * up, half as
   // wide
   int64_t is_gated;
-  // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; four bits: half of it
+  // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; with fewer bits as described above
   const void* data;
   const float* scales;      // int8: [padded_n]
   const int32_t* sums;      // int8: [padded_n], of each column's weights
   const float* bias;        // [padded_n] or null
-  int64_t group;            // by groups: inputs that share a scale, 32, 64 or 128
+  int64_t group;            // by groups: inputs that share a scale, 16, 32, 64 or 128
   const int8_t* table;      // four bits: [16]
-  const uint16_t* group_scales;  // by groups: float16 [padded_n / kPair][padded_k / group][kPair]
+  // by groups: float16 [padded_n / kPair][padded_k / group][kPair]; with steps, of blocks of
+  // kBlock inputs in the place of groups
+  const uint16_t* group_scales;
   const int8_t* zeros;           // four bits: the same, or null; value - zero is an int8
-  const uint16_t* minima;        // by groups: the same, float16, or null
+  const uint16_t* minima;        // by groups: as group_scales, or null
   int64_t activation;            // Activation, of the gate
+  // A layer of several matrices with the same inputs: the one whose outputs come next, or null. With
+  // is_gate this one is a gate, and the next is what its activation is multiplied by.
+  const Weight* next;
+  int64_t is_gate;
+  int64_t bits, offset;          // planes: of a code; a value is the code less the offset
+  // by groups: [padded_n / kPair][padded_k / group][kPair], or null; a group's scale is so many of
+  // its block's, and its minimum
+  const int8_t *steps, *minimum_steps;
+
+  // of a weight
+  int64_t data_bits() const { return type == kBf16 ? 16 : type == kFourBit ? 4 : type == kPlanes ? bits : 8; }
+  int64_t tile_bytes() const { return padded_k * kColumns * data_bits() / 8; }
+  // of the layer that this is the first matrix of
+  int64_t outputs() const { return is_gated ? n / 2 : next == nullptr || is_gate ? n : n + next->outputs(); }
 };
 
 // With y = activations * weights (+ bias): out = y, or residual + y, or, where the weight is gated,
-// activation(gate) * up of y's columns.
+// activation(gate) * up of y's columns, or, where there are gates, activation(gates) * y.
 struct Gemm {
   const Weight* weight;
   // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
   const void* activations;
   const float* scales;      // of int8 activations: [rows]; by groups: [rows][padded_k / group]
-  const int32_t* sums;      // by groups: the same, of the activations' int8 values
+  // by groups: the same, of the activations' int8 values, times what every value in memory is too
+  // large by (groups.inc), negative
+  const int32_t* sums;
   const float* totals;      // by groups: scales * sums
   int64_t rows;
+  int64_t width;             // of rows of out, out_float and residual, which begin with this matrix's outputs
+  const float* gates;        // [rows][n] or null
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
   // gated: not 0 if the result is to be in tiles, as bf16 activations of so many inputs
@@ -208,7 +235,8 @@ struct Kernels {
                   int8_t* out, float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
   void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t flip, int8_t* out, float* scales);
-  void (*sum_groups)(const int8_t* activations, const float* scales, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums, float* totals);
+  // sums and totals, of activations and scales
+  void (*sum_groups)(const Gemm&, int32_t* sums, float* totals);
   void (*add_rows)(const Addition&);
   int64_t (*attention_workspace)(const Attention&);  // bytes
   // the most of all steps of so many tokens, with no longer context
@@ -222,7 +250,7 @@ struct Kernels {
   void (*sum_masses)(const Masses&);
 };
 
-extern const Kernels kAvx2, kAvx512, kAmx;
+extern const Kernels kAvx2, kAvx512Vnni, kAvx512, kAmx;
 
 // The same bits on every instruction set: draw.cpp.
 void decide(const Draws&);

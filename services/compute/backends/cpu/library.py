@@ -2,7 +2,7 @@
 one library serves every version of both.
 
 A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names what to use: auto
-(default), amx, avx512, avx2, or torch.
+(default), amx, avx512, avx512vnni, avx2, or torch.
 """
 
 import ctypes
@@ -34,6 +34,9 @@ class Weight(ctypes.Structure):
         ("group", ctypes.c_int64),
         *((name, Pointer) for name in ("table", "group_scales", "zeros", "minima")),
         ("activation", ctypes.c_int64),
+        ("next", Pointer),
+        *((name, ctypes.c_int64) for name in ("is_gate", "bits", "offset")),
+        *((name, Pointer) for name in ("steps", "minimum_steps")),
     ]
 
 
@@ -170,7 +173,7 @@ class Context:
         self.reserve_search = function("reserve_search", Int, Int)
         self.pack = function("pack", weight, *[Pointer] * 2)
         self.pack_columns = function("pack_columns", weight, *[Pointer] * 3)
-        self.pack_groups = function("pack_groups", weight, *[Pointer] * 5)
+        self.pack_groups = function("pack_groups", weight, *[Pointer] * 7)
         self.linear = function("linear", weight, *[Pointer] * 2, Float, Int, *[Pointer] * 3)
         self.mlp = function("mlp", weight, weight, *[Pointer] * 2, Float, Int, *[Pointer] * 2)
         self.add_rows = function("add_rows", ctypes.POINTER(Addition))

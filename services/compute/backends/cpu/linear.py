@@ -10,20 +10,22 @@ norm, and what comes after it, SiLU times up or the residual, happen inside.
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
-from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
-GROUPS = (32, 64, 128)
+FOUR_BIT_GROUPS = (32, 64, 128)  # with a table
+GROUPS = (16, 32, 64, 128)
 OTHER_PARTS = "its parts have other shapes or types"
 
 
@@ -34,9 +36,12 @@ class Kind(IntEnum):
     INT8 = 1
     FOUR_BIT = 2
     INT8_GROUPS = 3
+    PLANES = 4
 
 
-BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}
+BY_GROUPS = (Kind.FOUR_BIT, Kind.INT8_GROUPS, Kind.PLANES)
+BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}  # planes: Form.bits
+PLANES = range(2, 7)  # bits of codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,20 @@ class Form:
     group: int = TILE_BYTES  # inputs that share a scale, where kind has groups
     has_zeros: bool = False
     has_minima: bool = False
+    bits: int = 8  # planes: of a code, and what is taken off it
+    offset: int = 0
+    has_steps: bool = False
+
+    @property
+    def data_bits(self) -> int:
+        """Of a weight."""
+        return self.bits if self.kind == Kind.PLANES else BITS[self.kind]
+
+    @property
+    def unit(self) -> int:
+        """Inputs are a multiple of it."""
+        by_groups = max(self.group, BLOCK if self.has_steps else TILE_BYTES)
+        return TILE_BYTES // 2 if self.kind == Kind.BF16 else by_groups
 
 
 def is_packable(matrix: Matrix) -> bool:
@@ -55,6 +74,10 @@ def is_packable(matrix: Matrix) -> bool:
         return not isinstance(matrix, Float8)
     table, zeros = matrix.table, matrix.zeros
     if matrix.group not in GROUPS or not all(_is_half(each) for each in (matrix.scales, matrix.minima) if each is not None):
+        return False
+    if not all(_is_int8(each) for each in (matrix.steps, matrix.minimum_steps) if each is not None):
+        return False
+    if table is not None and matrix.group not in FOUR_BIT_GROUPS:
         return False
     if table is None or zeros is None:
         return zeros is None and (table is None or _is_int8(table))
@@ -84,19 +107,43 @@ def pack_linear(
     """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it
     is not packable, is quantized as `quantization` says; all else stays what it is."""
     assert quantization in QUANTIZATIONS
+    if isinstance(matrix, Joined):
+        return pack_joined(context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
         matrix = quantize_weight(matrix.dequantize(torch.bfloat16), quantization, group)
-    if isinstance(matrix, Grouped):
-        kind = Kind.INT8_GROUPS if matrix.table is None else Kind.FOUR_BIT
-        form = Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None)
-    else:
-        form = Form(Kind.INT8 if isinstance(matrix, Int8Columns) or quantization == "w8a8" else Kind.BF16)
+    is_int8 = isinstance(matrix, Int8Columns) or quantization == "w8a8"
+    form = form_of(matrix) if isinstance(matrix, Grouped) else Form(Kind.INT8 if is_int8 else Kind.BF16)
     n, k = matrix.shape
     layer = NativeLinear(context, n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
     return layer
+
+
+def pack_joined(context: Context, matrix: Joined, bias: Tensor | None, *, quantization: str, group: int, is_gated: bool, activation: str) -> "NativeLinear":
+    """A layer of several matrices, which is its first with the others behind it. A gated one is of
+    two: the gate, and what its activation is multiplied by."""
+    assert not is_gated or (len(matrix.parts) == 2 and matrix.parts[0].shape == matrix.parts[1].shape)
+    sizes = [each.shape[0] for each in matrix.parts]
+    biases = [None] * len(sizes) if bias is None else [each.contiguous() for each in torch.split(bias, sizes)]
+    layers = [
+        pack_linear(context, part, of_part, quantization=quantization, group=group, activation=activation)
+        for part, of_part in zip(matrix.parts, biases, strict=True)
+    ]
+    for before, after in pairwise(layers):
+        before.struct.next = ctypes.addressof(after.struct)
+    first = layers[0]
+    first.following = tuple(layers[1:])
+    first.struct.is_gate = int(is_gated)
+    first.num_outputs = sizes[0] if is_gated else sum(sizes)
+    return first
+
+
+def form_of(matrix: Grouped) -> Form:
+    kind = Kind.FOUR_BIT if matrix.table is not None else Kind.PLANES if matrix.bits in PLANES else Kind.INT8_GROUPS
+    bits, offset = (matrix.bits, -matrix.lowest) if kind == Kind.PLANES else (8, 0)
+    return Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
 
 
 def restore_linear(context: Context, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> "NativeLinear":
@@ -113,7 +160,7 @@ def _form_of(parts: dict[str, Tensor]) -> Form:
     kind = Kind.FOUR_BIT if "table" in parts else Kind.INT8_GROUPS
     num_groups, num_bits = parts["group_scales"].numel() // PAIR, parts["data"].nbytes * 8 if "data" in parts else 0
     group = num_bits // BITS[kind] // PAIR // max(num_groups, 1)
-    if group not in GROUPS:
+    if group not in (FOUR_BIT_GROUPS if kind == Kind.FOUR_BIT else GROUPS):
         raise ValueError(OTHER_PARTS)
     return Form(kind, group, "zeros" in parts, "minima" in parts)
 
@@ -130,20 +177,28 @@ class NativeLinear:
         padded_n, padded_k = _padded(n, k, form, is_gated)
         self.num_outputs = n // 2 if is_gated else n
         self.rows = torch.empty((0, self.num_outputs))  # of logits
-        self.struct = Weight(form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation])
+        self.following: tuple[NativeLinear, ...] = ()  # the layer's other matrices
+        self.struct = Weight(
+            form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation], bits=form.bits, offset=form.offset
+        )
         self.address = ctypes.byref(self.struct)
-        self.parts = {"data": mapped_zeros(padded_n * padded_k * BITS[form.kind] // 8)}
+        self.parts = {"data": mapped_zeros(padded_n * padded_k * form.data_bits // 8)}
         if form.kind == Kind.INT8:
             self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
         if form.kind == Kind.FOUR_BIT:
             self.parts["table"] = torch.zeros(16, dtype=torch.int8)
-        if form.kind in (Kind.FOUR_BIT, Kind.INT8_GROUPS):
+        if form.kind in BY_GROUPS:
             groups = (padded_n // PAIR, padded_k // form.group, PAIR)
-            self.parts["group_scales"] = torch.zeros(groups, dtype=torch.float16)
+            of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else groups
+            self.parts["group_scales"] = torch.zeros(of_scales, dtype=torch.float16)
             if form.has_zeros:
                 self.parts["zeros"] = torch.zeros(groups, dtype=torch.int8)
             if form.has_minima:
-                self.parts["minima"] = torch.zeros(groups, dtype=torch.float16)
+                self.parts["minima"] = torch.zeros(of_scales, dtype=torch.float16)
+            if form.has_steps:
+                self.parts["steps"] = torch.zeros(groups, dtype=torch.int8)
+            if form.has_steps and form.has_minima:
+                self.parts["minimum_steps"] = torch.zeros(groups, dtype=torch.int8)
         if has_bias:
             self.parts["bias"] = torch.zeros(padded_n)
         for name, part in self.parts.items():
@@ -163,9 +218,10 @@ class NativeLinear:
             assert isinstance(matrix, Grouped)
             if matrix.table is not None:
                 self.parts["table"].copy_(matrix.table)
-            codes, zeros = matrix.codes.contiguous(), matrix.zeros.contiguous() if matrix.zeros is not None else None
-            halves = [each.half().contiguous() if each is not None else None for each in (matrix.scales, matrix.minima)]
-            self.context.pack_groups(self.address, codes.data_ptr(), pointer(halves[0]), pointer(zeros), pointer(halves[1]), pointer(bias))
+            halves = [each.half() if each is not None else None for each in (matrix.scales, matrix.minima)]
+            parts = (matrix.codes, halves[0], matrix.zeros, halves[1], matrix.steps, matrix.minimum_steps)
+            kept = [None if each is None else each.contiguous() for each in parts]
+            self.context.pack_groups(self.address, *map(pointer, kept), pointer(bias))
 
     def restore(self, parts: dict[str, Tensor]) -> None:
         """Fill the parts from others of the same layer. Raises ValueError if they are not."""
@@ -210,8 +266,7 @@ class NativeMlp:
 
 def _padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:
     """Outputs and inputs with what fills their last tiles."""
-    unit = TILE_BYTES // 2 if form.kind == Kind.BF16 else max(form.group, TILE_BYTES)
-    return PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR), _round_up(k, unit)
+    return PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR), _round_up(k, form.unit)
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -59,7 +59,9 @@ class NativeStack:
         self._take(num_tokens)
 
     def _take(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        width, hidden = self.layers[0].qkv.contents.n, self.layers[0].qkv.contents.k
+        qkv = self.weights[0].qkv
+        assert isinstance(qkv, NativeLinear)
+        width, hidden = qkv.num_outputs, qkv.struct.k
         h = None if self.wiring.adds_in_layers else self.buffers.take("h", (num_tokens, hidden), torch.bfloat16)
         return self.buffers.take("qkv", (num_tokens, width), torch.bfloat16), h
 

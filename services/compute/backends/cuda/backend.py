@@ -17,7 +17,7 @@ from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_reada
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.backends.matrix import Dense, Float8, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
@@ -47,6 +47,9 @@ class CudaBackend:
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)
+        matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
+        if isinstance(matrix, Joined):
+            return False
         return isinstance(matrix, Dense) or (self.dtype == torch.bfloat16 and has_products and is_readable(matrix))
 
     @property
@@ -61,7 +64,8 @@ class CudaBackend:
         if quantization == "fp8" and not self.has_float8:
             needed, found = version_of(OLDEST_FLOAT8), version_of(self.capability)
             raise StartupError(f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: w8a8 takes as much memory")
-        if not self.is_kept(matrix):
+        matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
+        if isinstance(matrix, Joined) or not self.is_kept(matrix):
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.compute.backends.cuda.kernels import products as kernels
 from services.compute.backends.cuda.row_math import QuantizedRows, prepare, quantize
-from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, OneForm
 
 GROUPS = (32, 64, 128)
 FEW_ROWS = 64
@@ -57,7 +57,7 @@ def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile
     return Tile(16, 32, group, 4, 4) if num_rows <= 16 else Tile(64, 32, group, 4, 3) if num_rows <= FEW_ROWS else Tile(128, 64, group, 8, 3)
 
 
-def is_readable(matrix: Matrix) -> bool:
+def is_readable(matrix: OneForm) -> bool:
     """Whether there is a kernel that reads this form as it is, on a device that multiplies its
     type."""
     if isinstance(matrix, Float8):
@@ -75,7 +75,7 @@ class CudaLinear:
     half. Of quantized weights, x is quantized too."""
 
     def __init__(
-        self, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None
+        self, matrix: OneForm, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None
     ) -> None:  # fmt: skip
         """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
         rows from which on the vendor's product is used, if any."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Buffers
-from services.compute.backends.matrix import Dense, Matrix
+from services.compute.backends.matrix import Dense, Joined, Matrix
 from services.compute.backends.torch.attention import Heads, Scores, TorchAttention
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
@@ -40,8 +40,9 @@ class TorchBackend:
             return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
         if self.device.type != "cpu" or (self.dtype != torch.bfloat16 and quantization != "fp8"):
             raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {self.device.type} in {self.dtype}")
-        quantized = quantize_weight(matrix.dequantize(self.dtype), quantization, group) if isinstance(matrix, Dense) else matrix
-        return QuantizedTorchLinear(quantized, bias, is_gated=is_gated, activation=activation)
+        if isinstance(matrix, Dense | Joined):
+            matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
+        return QuantizedTorchLinear(matrix, bias, is_gated=is_gated, activation=activation)
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> TorchLinear:  # noqa: ARG002
         raise StartupError(

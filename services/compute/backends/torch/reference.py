@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Matrix, concatenate
+from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Joined, Matrix, concatenate
 
 # rows of a product: with a multiple of it, a row's bits do not depend on how many there are (below,
 # the libraries take other instructions for a few rows, and for the last ones)
@@ -72,7 +72,7 @@ def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Column
         return Float8(*quantize_float8(part, k), k) if quantization == "fp8" else quantize_four_bit(part, quantization, group)
 
     whole = concatenate([quantize(part) for part in torch.split(weight, max(1, SLICE // k))], weight.dtype)
-    assert not isinstance(whole, Dense)
+    assert not isinstance(whole, Dense | Joined)
     return whole
 
 

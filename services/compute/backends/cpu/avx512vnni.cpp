@@ -1,0 +1,32 @@
+// AVX-512 with VNNI, without BF16: Ice Lake, and some virtual machines on newer processors.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace {
+
+#include "words_wide.inc"
+#include "lanes_avx512.inc"
+
+constexpr bool kHasUnsignedValues = true;  // of weights, in a GEMM by groups
+
+#include "groups.inc"
+#include "groups_avx512.inc"
+#include "attention_avx512.inc"
+#include "avx512.inc"
+
+}  // namespace
+
+#include "gemm.inc"
+#include "attention.inc"
+#include "reduction.inc"
+
+namespace penstock {
+const Kernels kAvx512Vnni = {"avx512vnni", -128, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
+                      attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      finish_logits, find_largest, sum_masses};
+}
