@@ -21,7 +21,7 @@ from bench.loop import Loop
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one figure is of."""
+    """The case that one figure is of."""
 
     kind: str  # prefill or decode
     context: int  # tokens of each prompt

@@ -142,7 +142,7 @@ def _q3_k(blocks: Tensor) -> Parts:
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    """Of each 128 inputs 64 bytes have the low four bits, and 32 bytes the high two."""
+    """In each 128 inputs, 64 bytes have the low four bits, and 32 bytes the high two."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
     high = _bits(blocks[:, 128:192].reshape(-1, 32), 2)
     codes = (low.reshape(-1, SUPER_BLOCK) | (high.reshape(-1, SUPER_BLOCK) << 4)).view(torch.int8) - 32

@@ -88,7 +88,7 @@ def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(model
         return BatchRow(number, tuple(tokens[first:last]), first, tuple(range(6 * number, 6 * number + 6)), range(last - first))
 
     def logits_of(*steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """By sequence, of the tokens of `spans`. steps: of (sequence, first, last)."""
+        """Logits by sequence, of the tokens of `spans`. steps: (sequence, first, last) of each."""
         found: list[list[torch.Tensor]] = [[] for _ in spans]
         for kv in runner.kv_cache.layers:
             kv.zero_()

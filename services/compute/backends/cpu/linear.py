@@ -58,7 +58,7 @@ class Form:
 
     @property
     def data_bits(self) -> int:
-        """Of a weight."""
+        """The bits of a weight."""
         return self.bits if self.kind == Kind.PLANES else BITS[self.kind]
 
     @property
