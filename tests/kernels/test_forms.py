@@ -222,7 +222,9 @@ def test_what_is_quantized_already_keeps_its_form() -> None:
         kept = native_backend().make_linear(matrix, quantization="w4", group=32)
         assert isinstance(kept, NativeLinear) and torch.equal(kept(x), native_backend().make_linear(matrix)(x)), form
         exact = FLOAT32.make_linear(matrix)
-        assert isinstance(exact, TorchLinear) and torch.equal(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T), form
+        assert isinstance(exact, TorchLinear) and error(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T) < 1e-6, (
+            form
+        )  # torch rounds by the number of rows
 
 
 def test_scales_in_float32_that_float16_holds_are_packed() -> None:
