@@ -119,7 +119,7 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         (["up", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
         (["up", "--model", str(tmp_path / "empty.gguf")], "empty.gguf: the file is empty"),
         (["up", "--model", __file__], "is not a GGUF file"),
-        (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF files: name one of them"),
+        (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF models: name one of them"),
         (["pull", "nope"], "no model 'nope'"),
         (["up", "--model", "./nope"], "no folder './nope'"),
         (["up", "--port", "99999"], "--port"),
