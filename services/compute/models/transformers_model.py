@@ -7,7 +7,7 @@ transformers_attention.py. A checkpoint is data: code that comes with it is neve
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from shared.process.errors import StartupError
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+CACHE_NAMES = ("cache", "past_key_values")  # of forward's parameter: since transformers 5.24, and before
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class TransformersModel:
             "logits_to_keep": rows,
         }
         terms = {name: value for name, value in wanted.items() if name in self.parameters}
-        logits: Tensor = self.model(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **terms).logits[0]
+        logits: Tensor = self.model(input_ids=input_ids[None], use_cache=True, **{cache_name(self.parameters): cache}, **terms).logits[0]
         has_kept = "logits_to_keep" in self.parameters
         self._head_inputs[-1] = self._head_inputs[-1][0] if has_kept else self._head_inputs[-1][0, rows]
         return (logits if has_kept else logits[rows]).float()
@@ -205,28 +206,35 @@ def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
     """Run two tokens, to learn which layers have K and V, of what shape, and how many logits there
     are. Raises Unsupported if the model can't run so."""
     parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        raise Unsupported("it has no KV cache")
+    name = cache_name(parameters)
     if is_ragged and "position_ids" not in parameters:
         raise Unsupported("it can't be told positions")
     step, cache = Probe(), PassingCache()
-    logits = run_probe(model, [0, 0], step, cache)
+    logits = run_probe(model, [0, 0], step, name, cache)
     shapes = step.shapes if is_ragged else cache.shapes
     if not shapes or (is_ragged and step.shapes.keys() != cache.shapes.keys()):
         raise Unsupported("its layers keep keys and values elsewhere")
     if not is_ragged and not torch.allclose(
-        logits[0], run_probe(model, [0, 1], step, PassingCache())[0], rtol=0.0, atol=torch.finfo(model.dtype).eps * float(logits.abs().max())
+        logits[0], run_probe(model, [0, 1], step, name, PassingCache())[0], rtol=0.0, atol=torch.finfo(model.dtype).eps * float(logits.abs().max())
     ):
         raise Unsupported("its attention is not causal")
     return shapes, logits.shape[-1]
 
 
-def run_probe(model: Any, token_ids: list[int], step: Probe, cache: PassingCache) -> Tensor:
-    """The logits of a sequence of these tokens. Raises Unsupported."""
+def cache_name(parameters: Container[str]) -> str:
+    """The parameter of a model's forward that takes the KV cache. Raises Unsupported without one."""
+    for name in CACHE_NAMES:
+        if name in parameters:
+            return name
+    raise Unsupported("it has no KV cache")
+
+
+def run_probe(model: Any, token_ids: list[int], step: Probe, name: str, cache: PassingCache) -> Tensor:
+    """The logits of a sequence of these tokens. name: of the cache. Raises Unsupported."""
     token = current_step.set(step)
     try:
         with torch.inference_mode():
-            logits: Tensor = model(input_ids=torch.tensor([token_ids], device=model.device), past_key_values=cache, use_cache=True).logits[0]
+            logits: Tensor = model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=True, **{name: cache}).logits[0]
         return logits.float()
     except Unsupported:
         raise
