@@ -131,7 +131,7 @@ class Writer:
                 self.writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(rope[f"{name}_factor"], np.float32))
 
     def tensor(self, name: str, parameter: torch.Tensor, kind: Kind, *, seed: int) -> None:
-        """One of the model's parameters. Gates and ups of all experts, one tensor in the library's memory, become two, as they are in the library's files."""
+        """Write a parameter. Gates and ups of all experts, one tensor in the library's memory, become two, as they are in the library's files."""
         values = parameter.data
         if name.endswith("experts.gate_up_proj") and not self.has_fused_experts:
             half = values.shape[1] // 2

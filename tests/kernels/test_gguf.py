@@ -28,7 +28,7 @@ from bench import quality
 from services.compute.backends.cpu.linear import is_packable
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.config import read_config
-from services.compute.weights.gguf_blocks import FORMATS, to_grouped
+from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
@@ -146,6 +146,26 @@ def test_a_layer_of_each_type_multiplies_by_what_the_file_means(kind: Kind, inst
     assert torch.equal(found, torch.cat([layer(x[row : row + 1]) for row in range(len(x))]))
 
 
+def test_powers_of_two_beyond_float16_are_not_kept() -> None:
+    """Unless all of their block is zero: then any scale is as good."""
+    size = GGML_QUANT_SIZES[Kind.MXFP4][1]
+    data = random_blocks(4, 64, Kind.MXFP4, seed=1)
+    assert not has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+    for exponent in (0, 103, 144, 254):
+        data[2, size] = exponent
+        data[2, size + 1 :] = 0x88
+        assert not has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+        grouped = to_grouped(torch.from_numpy(data), Kind.MXFP4, size)
+        assert torch.equal(grouped.dequantize(torch.float32), torch.from_numpy(gguf.dequantize(data, Kind.MXFP4)))
+        data[2, size + 5] = 0x81
+        assert has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+    for exponent in (104, 143):
+        data[2, size] = exponent
+        grouped = to_grouped(torch.from_numpy(data), Kind.MXFP4, size)
+        assert not has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+        assert torch.equal(grouped.dequantize(torch.float32), torch.from_numpy(gguf.dequantize(data, Kind.MXFP4)))
+
+
 def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> None:
     model = random_model(LlamaConfig(**WIDE, tie_word_embeddings=True))
     shape = (WIDE["intermediate_size"], WIDE["hidden_size"])
@@ -227,10 +247,11 @@ def assert_rope(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[key] == pytest.approx(value), key
 
 
-def test_bfloat16_is_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.MXFP4], ids=lambda kind: kind.name)
+def test_bfloat16_is_close(kind: Kind, tmp_path: Path) -> None:
     """A CPU serves the same likeliest tokens but for near ties, and logits within 5% of their spread."""
     model = random_model(LlamaConfig(**WIDE))
-    path = Writer(model, tmp_path / "model.gguf").write(Kind.Q4_1)
+    path = Writer(model, tmp_path / "model.gguf").write(kind)
     [prompt] = prompts(1, SIZES["vocab_size"], seed=3)
     engine = Engine(open_model(str(path)), dtype=torch.bfloat16)
     [tokens] = engine.generate([prompt], NUM_TOKENS)

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.weights.gguf_blocks import FORMATS, to_grouped
+from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.progress import Progress
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
@@ -123,7 +123,11 @@ class GgufSource:
         if not self._is_kept(kind):
             return Dense(self.dense(name + "weight", shape))
         rows = self._rows(info, kind, name)
-        grouped = to_grouped(rows, kind, GGML_QUANT_SIZES[kind][1])
+        size = GGML_QUANT_SIZES[kind][1]
+        if has_wide_scales(rows, kind, size):
+            log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
+            return Dense(self._dequantize(rows, kind, shape).to(self.device))
+        grouped = to_grouped(rows, kind, size)
         moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
         return replace(grouped, **moved)
 
