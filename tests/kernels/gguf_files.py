@@ -1,4 +1,4 @@
-"""Writes GGUF files from transformers models, with the `gguf` package, by the format's description and not by our reader."""
+"""Writes GGUF files from transformers models, with the `gguf` package and its names of tensors, as llama.cpp's converter does, and not by our reader."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,13 @@ HALVES = {
     Kind.IQ2_S: (0,), Kind.IQ1_S: (0,), Kind.TQ1_0: (52,), Kind.TQ2_0: (64,),
 }  # fmt: skip
 FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm",
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "phi3": "phi3", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2",
+    "exaone4": "exaone4", "smollm3": "smollm3", "seed_oss": "seed_oss",
 }  # fmt: skip
-GEMMA_NAMES = NAMES | {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+PERMUTED = ("llama", "granite", "smollm3")  # where the converter changes the order of q's and k's rows
+IN_FLOAT32 = ("mlp.gate.weight", "shared_expert_gate.weight")  # routers
 
 
 @dataclass
@@ -40,11 +37,15 @@ class Writer:
     model: PreTrainedModel
     path: Path
     left_out: frozenset[str] = frozenset()  # parameters
+    has_fused_experts: bool = False  # gates and ups of the experts in one tensor: a choice of the converter's
+    is_squeezed: bool = False  # matrices of one row are rows, as older converters left them
 
     def __post_init__(self) -> None:
         self.config: PretrainedConfig = self.model.config
         self.architecture = ARCHITECTURES[self.config.model_type]
         self.writer = GGUFWriter(self.path, self.architecture)
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        self.names = gguf.get_tensor_name_map(number, self.config.num_hidden_layers)
 
     def write(self, kind: Kind, *, chat_template: str = "") -> Path:
         """All of the model, its matrices in blocks of that type, and its parameters set to what the blocks mean."""
@@ -56,7 +57,8 @@ class Writer:
         for number, (name, parameter) in enumerate(list(self.model.named_parameters())):
             if name in self.left_out:
                 continue
-            self.tensor(name, parameter, kind if parameter.dim() == 2 else Kind.F32, seed=number)
+            is_matrix = parameter.dim() > 1 and not name.endswith(IN_FLOAT32)
+            self.tensor(name, parameter, kind if is_matrix else Kind.F32, seed=number)
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
@@ -72,23 +74,50 @@ class Writer:
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count(config.num_attention_heads)
         writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+        if self.architecture != "granite":
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        if self.config.model_type in ("mistral", "phi3", "gemma2", "gemma3_text") and config.sliding_window:
+        if self.config.model_type in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4") and config.sliding_window:
             writer.add_sliding_window(config.sliding_window)
+        if self.config.model_type in ("olmo3", "exaone4") and config.sliding_window:
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         rope: dict[str, Any] = config.rope_parameters
+        if config.model_type == "olmo3":
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope.get("full_attention", rope)
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         if rope["rope_type"] in ("linear", "yarn"):
             writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
             writer.add_rope_scaling_factor(rope["factor"])
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if getattr(config, "attn_logit_softcapping", None):
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        self.multipliers()
+        self.experts()
+
+    def multipliers(self) -> None:
+        if self.architecture == "granite":
+            self.writer.add_attention_scale(self.config.attention_multiplier)
+            self.writer.add_embedding_scale(self.config.embedding_multiplier)
+            self.writer.add_residual_scale(self.config.residual_multiplier)
+            self.writer.add_logit_scale(self.config.logits_scaling)
+
+    def experts(self) -> None:
+        count = getattr(self.config, "num_local_experts", None) or getattr(self.config, "num_experts", None)
+        if count is None:
+            return
+        self.writer.add_expert_count(count)
+        self.writer.add_expert_used_count(self.config.num_experts_per_tok)
+        if self.architecture != "llama":
+            self.writer.add_expert_feed_forward_length(self.config.moe_intermediate_size)
+        if self.architecture == "qwen2moe":
+            self.writer.add_expert_shared_feed_forward_length(self.config.shared_expert_intermediate_size)
 
     def rope_factors(self) -> None:
         """Llama 3's scaling as a divisor for each frequency; Phi-3's two lists."""
@@ -102,34 +131,45 @@ class Writer:
                 self.writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(rope[f"{name}_factor"], np.float32))
 
     def tensor(self, name: str, parameter: torch.Tensor, kind: Kind, *, seed: int) -> None:
-        values = parameter.detach().float()
-        if self.architecture.startswith("gemma") and name.endswith("norm.weight"):
-            values = values + 1
-        permuted = self.permute(name, values)
-        data = gguf.quantize(permuted.numpy(), kind) if kind in FLOATS else random_blocks(permuted.shape[0], permuted.shape[1], kind, seed)
-        means = torch.from_numpy(np.asarray(gguf.dequantize(data, kind), np.float32))
+        """Write a parameter. Gates and ups of all experts, one tensor in the library's memory, become two, as they are in the library's files."""
+        values = parameter.data
+        if name.endswith("experts.gate_up_proj") and not self.has_fused_experts:
+            half = values.shape[1] // 2
+            self.matrix(name.replace("gate_up_proj", "gate_proj.weight"), values[:, :half], kind, seed=seed)
+            self.matrix(name.replace("gate_up_proj", "up_proj.weight"), values[:, half:], kind, seed=seed + 1000)
+        else:
+            self.matrix(name if name.endswith(("weight", "bias")) else f"{name}.weight", values, kind, seed=seed)
+
+    def matrix(self, name: str, values: torch.Tensor, kind: Kind, *, seed: int) -> None:
+        """Write what the values become in blocks of that type, and set them to what these mean."""
+        is_shifted = self.architecture.startswith("gemma") and name.endswith("norm.weight")
+        permuted = self.permute(name, values.float() + 1 if is_shifted else values.float())
+        height, width = permuted.shape[:-1].numel(), permuted.shape[-1]
+        rows = permuted.reshape(height, width) if permuted.dim() > 1 else permuted
+        data = gguf.quantize(rows.numpy(), kind) if kind in FLOATS else random_blocks(height, width, kind, seed)
+        means = torch.from_numpy(np.asarray(gguf.dequantize(data, kind), np.float32)).reshape(permuted.shape)
         order = self.permute(name, torch.arange(permuted.shape[0])[:, None])[:, 0]
         unpermuted = torch.empty_like(means)
         unpermuted[order] = means
-        with torch.no_grad():
-            parameter.copy_(unpermuted - 1 if self.architecture.startswith("gemma") and name.endswith("norm.weight") else unpermuted)
-        self.writer.add_tensor(self.gguf_name(name), data, raw_dtype=kind)
+        values.copy_(unpermuted - 1 if is_shifted else unpermuted)
+        if name.endswith("shared_expert_gate.weight") and self.is_squeezed:
+            data = data[0]
+        self.writer.add_tensor(self.gguf_name(name), data.reshape(*permuted.shape[:-1], -1) if permuted.dim() > 2 else data, raw_dtype=kind)
 
     def permute(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Llama's q and k: of each head, the rows of the first half take turns with those of the second."""
         heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
         for part, num_heads in heads.items():
-            if self.architecture == "llama" and part in name:
+            if self.architecture in PERMUTED and part in name:
                 return values.reshape(num_heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
         return values
 
     def gguf_name(self, name: str) -> str:
-        stem, _, kind = name.rpartition(".")
-        names = GEMMA_NAMES if self.architecture.startswith("gemma") else NAMES
-        if stem.startswith("model.layers."):
-            _, _, number, rest = stem.split(".", 3)
-            return f"blk.{number}.{names[rest]}.{kind}"
-        return f"{names[stem]}.{kind}"
+        if name.endswith("experts.gate_up_proj.weight"):
+            return f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight"
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return found
 
 
 def random_blocks(n: int, k: int, kind: Kind, seed: int) -> np.ndarray:

@@ -10,13 +10,25 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from bench import quality
 from services.compute.backends.cpu.linear import is_packable
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.config import read_config
-from services.compute.weights.gguf_blocks import FORMATS, to_grouped
+from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
@@ -38,9 +50,18 @@ KINDS = [*FLOATS, *HALVES, Kind.MXFP4]
 NUM_TOKENS = 40
 
 SPECIAL = SIZES | {"num_hidden_layers": 7, "max_position_embeddings": 512}
+MOE = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 FACTORS = [1.0 + number / 4 for number in range(6)]
 FAMILIES: dict[str, PretrainedConfig] = {
     **{name: CONFIGS[name] for name in ("llama2", "llama3", "llama-linear", "mistral", "mistral-window", "qwen2", "qwen2-yarn", "qwen3")},
+    **{name: CONFIGS[name] for name in ("mixtral", "qwen3-moe", "gemma", "olmo2", "olmo3", "exaone4", "exaone4-full", "seed-oss")},
+    "qwen2-moe": Qwen2MoeConfig(**MOE | {"shared_expert_intermediate_size": 72}),
+    "phi3-window": CONFIGS["phi3"],
+    "phi4": Phi3Config(**SIZES, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 0.75}),
+    "granite": GraniteConfig(  # whose heads are as wide as heads and width say
+        **SIZES, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5, attention_bias=True, tie_word_embeddings=True
+    ),
+    "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),  # the fourth does not rotate
     "phi3": Phi3Config(**SPECIAL, sliding_window=24, original_max_position_embeddings=128, rope_parameters={
         "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": FACTORS, "short_factor": FACTORS[::-1], "partial_rotary_factor": 0.75,
         "original_max_position_embeddings": 128,
@@ -82,6 +103,29 @@ def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
     check_against(model, Writer(model, tmp_path / "model.gguf").write(Kind.F32), num_prompts=5)
 
 
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4], ids=lambda kind: kind.name)
+def test_experts_are_cut_out_of_the_tensor_of_all(kind: Kind, tmp_path: Path) -> None:
+    """In float32 the answers are transformers'; in bfloat16 each expert has its own blocks, kept or not."""
+    model = random_model(Qwen3MoeConfig(**WIDE, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True))
+    path = Writer(model, tmp_path / "model.gguf").write(kind)
+    check_against(model, path)
+    source, mlp = GgufSource(path, torch.bfloat16, CPU), model.model.layers[1].mlp
+    for number in range(4):
+        gate, up = mlp.experts.gate_up_proj[number].chunk(2)
+        for which, weight in (("gate", gate), ("up", up), ("down", mlp.experts.down_proj[number])):
+            matrix = source.matrix(f"model.layers.1.mlp.experts.{number}.{which}_proj.", (256, 256))
+            assert isinstance(matrix, Grouped) == (kind in FORMATS)
+            torch.testing.assert_close(matrix.dequantize(torch.float32), weight, atol=0.002, rtol=0.01)
+    with pytest.raises(StartupError, match=r"blk.0.ffn_up_exps.weight has the shape \(4, 256, 256\), the metadata says \(4, 128, 256\)"):
+        source.matrix("model.layers.0.mlp.experts.0.up_proj.", (128, 256))
+    source.close()
+
+
+def test_experts_whose_gates_and_ups_are_one_tensor_and_gates_of_one_row(tmp_path: Path) -> None:
+    model = random_model(FAMILIES["qwen2-moe"])
+    check_against(model, Writer(model, tmp_path / "model.gguf", has_fused_experts=True, is_squeezed=True).write(Kind.F32))
+
+
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 def test_blocks_are_kept_as_they_are(kind: Kind) -> None:
     data = random_blocks(24, 512, kind, seed=1)
@@ -100,6 +144,26 @@ def test_a_layer_of_each_type_multiplies_by_what_the_file_means(kind: Kind, inst
     found = layer(x)
     assert ((found.double() - exact).abs() <= largest_error(x, grouped, exact)).all(), instruction_set
     assert torch.equal(found, torch.cat([layer(x[row : row + 1]) for row in range(len(x))]))
+
+
+def test_powers_of_two_beyond_float16_are_not_kept() -> None:
+    """Unless all of their block is zero: then any scale is as good."""
+    size = GGML_QUANT_SIZES[Kind.MXFP4][1]
+    data = random_blocks(4, 64, Kind.MXFP4, seed=1)
+    assert not has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+    for exponent in (0, 103, 144, 254):
+        data[2, size] = exponent
+        data[2, size + 1 :] = 0x88
+        assert not has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+        grouped = to_grouped(torch.from_numpy(data), Kind.MXFP4, size)
+        assert torch.equal(grouped.dequantize(torch.float32), torch.from_numpy(gguf.dequantize(data, Kind.MXFP4)))
+        data[2, size + 5] = 0x81
+        assert has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+    for exponent in (104, 143):
+        data[2, size] = exponent
+        grouped = to_grouped(torch.from_numpy(data), Kind.MXFP4, size)
+        assert not has_wide_scales(torch.from_numpy(data), Kind.MXFP4, size)
+        assert torch.equal(grouped.dequantize(torch.float32), torch.from_numpy(gguf.dequantize(data, Kind.MXFP4)))
 
 
 def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> None:
@@ -160,6 +224,8 @@ def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path
         "partial_rotary_factor",
     }  # no config.json has the first, and the second is one which transformers keeps among the rope parameters
     ours |= {"model_type"} if name == "mistral" else set()  # without a window it is a Llama
+    ours |= {"mlp_only_layers", "decoder_sparse_step", "num_experts", "qkv_bias", "no_rope_layers", "logits_scaling"}  # of some, and compared as answers
+    ours |= {"original_max_position_embeddings"} if name in ("phi3-window", "phi4") else set()  # which count in longrope only
     assert {key: value for key, value in found.items() if key not in ours} == {key: expected[key] for key in found if key not in ours}
     for key in ("hidden_act", "attention_bias", "mlp_bias", "head_dim"):
         assert found.get(key) == expected.get(key, found.get(key))
@@ -177,14 +243,15 @@ def assert_rope(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for key, value in expected.items():
         if isinstance(value, dict):
             assert_rope(found[key], value)
-        else:
+        elif key != "partial_rotary_factor" or value != 1.0:  # which is left out
             assert found[key] == pytest.approx(value), key
 
 
-def test_bfloat16_is_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.MXFP4], ids=lambda kind: kind.name)
+def test_bfloat16_is_close(kind: Kind, tmp_path: Path) -> None:
     """A CPU serves the same likeliest tokens but for near ties, and logits within 5% of their spread."""
     model = random_model(LlamaConfig(**WIDE))
-    path = Writer(model, tmp_path / "model.gguf").write(Kind.Q4_1)
+    path = Writer(model, tmp_path / "model.gguf").write(kind)
     [prompt] = prompts(1, SIZES["vocab_size"], seed=3)
     engine = Engine(open_model(str(path)), dtype=torch.bfloat16)
     [tokens] = engine.generate([prompt], NUM_TOKENS)

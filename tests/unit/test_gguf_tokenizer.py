@@ -1,6 +1,7 @@
 """Tokenizers made of GGUF metadata against those that the metadata were taken from."""
 
 import json
+import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from shared.model.gguf.reader import GgufHead, read_head
-from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
+from shared.model.gguf.tokenizer import SPLITS, make_tokenizer, make_tokenizer_config
 from shared.process.errors import StartupError
 from tests.examples import examples
 
@@ -187,6 +188,21 @@ def test_names_that_split_alike_may_begin_and_merge_differently(pre: str, is_lla
     assert made["model"]["ignore_merges"] == is_llama3 and (made["post_processor"] is not None) == is_llama3
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("deepseek-v3", "It's 12345 你好world!foo\n x", ["It", "'s", " ", "123", "45", " ", "你好", "world", "!foo", "\n", " x"]),
+        ("deepseek-coder", "a 123, é你好 b\n", ["a", " ", "1", "2", "3", ",", " é", "你好", " b", "\n"]),
+        ("deepseek-llm", "a 12, é你好 b\n", ["a", " ", "1", "2", ",", " é", "你好", " b", "\n"]),
+        ("seed-coder", "Don't 42!\n", ["Don", "'t", " ", "4", "2", "!", "\n"]),
+        ("qwen2", "Don't 42!\n", ["Don", "'t", " ", "4", "2", "!\n"]),
+    ],
+)  # fmt: skip
+def test_texts_are_cut_into_words_as_the_makers_do(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
+    made = build(to_gguf(byte_level("gpt-2"), tmp_path / "model.gguf", pre=pre))
+    assert [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
 def test_a_token_of_megabytes_is_refused_at_once(sentencepiece_file: GgufHead) -> None:
     tokens = [*sentencepiece_file.metadata["tokenizer.ggml.tokens"], "ab" * 1_000_000]
     scores = [*sentencepiece_file.metadata["tokenizer.ggml.scores"], -1.0]
@@ -211,3 +227,18 @@ def test_what_can_not_be_a_tokenizer_is_named(key: str, value: Any, message: str
     head = to_gguf(byte_level("gpt-2"), tmp_path / "model.gguf", pre="gpt-2")
     with pytest.raises(StartupError, match=message):
         make_tokenizer(GgufHead(head.path, head.metadata | {key: value}, {}))
+
+
+VOCABULARIES = Path(os.environ.get("PENSTOCK_TEST_VOCABULARIES", "") or "/nowhere")  # llama.cpp's folder `models`
+
+
+@pytest.mark.parametrize("path", sorted(VOCABULARIES.glob("ggml-vocab-*.gguf.inp")), ids=lambda path: path.name)
+def test_published_vocabularies_give_the_tokens_of_the_makers_tokenizers(path: Path) -> None:
+    """llama.cpp has the vocabularies of some models, texts, and what the makers' tokenizers make of these."""
+    head = read_head(path.with_suffix(""))
+    if head.metadata["tokenizer.ggml.model"] not in ("gpt2", "llama") or head.metadata.get("tokenizer.ggml.pre", "default") not in SPLITS:
+        pytest.skip("of a kind that is not read")
+    made = build(head)
+    texts = path.read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]
+    expected = [[int(number) for number in line.split()] for line in path.with_suffix(".out").read_text().splitlines()]
+    assert [made.encode(text, add_special_tokens=False).ids for text in texts] == expected[: len(texts)]

@@ -23,6 +23,11 @@ PLAIN = tuple(range(16))
 # IQ4_NL's and IQ4_XS's values
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+# twice the values of MXFP4, some of which are halves; its scales are halved in turn
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# of MXFP4's exponents, those whose halved scales are float16, from 2**-24 to 2**15
+LEAST_EXPONENT, LARGEST_EXPONENT = 104, 143
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -54,6 +59,16 @@ def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Gr
     assert scales is not None
     table = None if form.table is None else torch.tensor(form.table, dtype=torch.int8)
     return Grouped(parts.codes.reshape(n, -1), scales, form.group, table, None, minima, form.bits, form.lowest, steps, minimum_steps)
+
+
+def has_wide_scales(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> bool:
+    """Whether float16 can't hold the scales of rows [n, bytes] uint8 in MXFP4, which are powers of
+    two; blocks of zeros have none that counts."""
+    if kind != GGMLQuantizationType.MXFP4:
+        return False
+    blocks = rows.reshape(-1, block_bytes)
+    is_wide = (blocks[:, 0] < LEAST_EXPONENT) | (blocks[:, 0] > LARGEST_EXPONENT)
+    return bool((is_wide & ((blocks[:, 1:] & 0x77) != 0).any(1)).any())
 
 
 def _half(data: Tensor) -> Tensor:
@@ -157,6 +172,12 @@ def _iq4_xs(blocks: Tensor) -> Parts:
     return Parts(codes.reshape(-1, SUPER_BLOCK), _half(blocks[:, :2]), steps=(low | (high << 4)).view(torch.int8) - 32)
 
 
+def _mxfp4(blocks: Tensor) -> Parts:
+    """The first byte is the exponent of the scale."""
+    exponents = blocks[:, :1].clamp(LEAST_EXPONENT, LARGEST_EXPONENT).int() - 128
+    return Parts(_nibbles(blocks[:, 1:]), torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).half())
+
+
 FORMATS = {
     GGMLQuantizationType.Q4_0: BlockFormat(_q4_0, OFFSET_8),
     GGMLQuantizationType.Q4_1: BlockFormat(_q4_1, PLAIN),
@@ -170,4 +191,5 @@ FORMATS = {
     GGMLQuantizationType.Q6_K: BlockFormat(_q6_k, bits=6, lowest=-32, group=16),
     GGMLQuantizationType.IQ4_NL: BlockFormat(_q4_0, IQ4),
     GGMLQuantizationType.IQ4_XS: BlockFormat(_iq4_xs, IQ4),
+    GGMLQuantizationType.MXFP4: BlockFormat(_mxfp4, MXFP4),
 }

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.weights.gguf_blocks import FORMATS, to_grouped
+from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.progress import Progress
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
@@ -37,13 +37,22 @@ IN_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 # which follow from the metadata
 UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")
-IN_GEMMA_LAYER = {
+IN_POST_NORM_LAYER = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+IN_LAYER_OF: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), IN_POST_NORM_LAYER),
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+# an expert's matrix, which is a part of all experts' in one tensor; gates and ups may be one, too
+EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+# whose files have the rows of q and k in another order
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 
 
 class GgufSource:
@@ -58,8 +67,9 @@ class GgufSource:
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
-        # a tied embedding is read twice
-        num_reads = len(self._kinds) + ("output.weight" not in self._kinds)
+        # a tied embedding is read twice, and a tensor of experts once for each
+        of_experts = sum(info.shape[0] - 1 for info in self.head.tensors.values() if info.name.endswith("_exps.weight"))
+        num_reads = len(self._kinds) + ("output.weight" not in self._kinds) + of_experts
         self._progress = Progress(num_reads)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
@@ -113,7 +123,11 @@ class GgufSource:
         if not self._is_kept(kind):
             return Dense(self.dense(name + "weight", shape))
         rows = self._rows(info, kind, name)
-        grouped = to_grouped(rows, kind, GGML_QUANT_SIZES[kind][1])
+        size = GGML_QUANT_SIZES[kind][1]
+        if has_wide_scales(rows, kind, size):
+            log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
+            return Dense(self._dequantize(rows, kind, shape).to(self.device))
+        grouped = to_grouped(rows, kind, size)
         moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
         return replace(grouped, **moved)
 
@@ -131,17 +145,36 @@ class GgufSource:
 
     def _find(self, name: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
         """The tensor of a Hugging Face name, of that shape. Raises StartupError."""
+        if (match := EXPERT.fullmatch(name)) is not None:
+            return self._find_expert(match[1], int(match[2]), match[3], shape)
         gguf_name = self._translate(name)
         info = self.head.tensors.get(gguf_name)
+        if info is not None and info.shape == shape[1:] and shape[0] == 1:  # a matrix of one row may be a row
+            info = replace(info, shape=shape)
         if info is None:
             raise StartupError(f"{self.folder}: the file has no tensor {gguf_name} ({name})")
         if info.shape != shape:
             raise StartupError(f"{self.folder}: {gguf_name} has the shape {info.shape}, the metadata says {shape}")
         return info, self._kinds[gguf_name]
 
+    def _find_expert(self, layer: str, number: int, which: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
+        """The place of an expert's matrix in the tensor of all experts. Raises StartupError."""
+        name, height = f"blk.{layer}.ffn_{which}_exps.weight", shape[0]
+        if name not in self.head.tensors and which != "down":
+            name, height = f"blk.{layer}.ffn_gate_up_exps.weight", 2 * shape[0]
+        info = self.head.tensors.get(name)
+        if info is None:
+            raise StartupError(f"{self.folder}: the file has no tensor blk.{layer}.ffn_{which}_exps.weight (of experts)")
+        expected = (self.head.number(f"{self.architecture}.expert_count"), height, shape[1])
+        if info.shape != expected:
+            raise StartupError(f"{self.folder}: {name} has the shape {info.shape}, the metadata says {expected}")
+        part = replace(info, shape=shape)
+        place = number * (height // shape[0]) + (height > shape[0] and which == "up")
+        return replace(part, offset=info.offset + place * part.size_bytes), self._kinds[name]
+
     def _translate(self, name: str) -> str:
         """A Hugging Face name as GGUF has it."""
-        in_layer = IN_LAYER | (IN_GEMMA_LAYER if self.architecture.startswith("gemma") else {})
+        in_layer = IN_LAYER | IN_LAYER_OF.get(self.architecture, {})
         if (match := LAYER.fullmatch(name)) is not None and match[2] in in_layer:
             return f"blk.{match[1]}.{in_layer[match[2]]}.{match[3]}"
         stem, _, kind = name.rpartition(".")
@@ -158,8 +191,9 @@ class GgufSource:
         self._progress.update()
         heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
         for part, key in heads.items():
-            if self.architecture == "llama" and part in name:
-                return data[_unpermuted(num_rows, self.head.number(f"llama.attention.{key}", self.head.number("llama.attention.head_count")))]
+            if self.architecture in PERMUTED and part in name:
+                attention = f"{self.architecture}.attention."
+                return data[_unpermuted(num_rows, self.head.number(attention + key, self.head.number(attention + "head_count")))]
         return data
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:

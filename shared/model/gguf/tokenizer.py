@@ -30,6 +30,7 @@ class Split:
     """How a byte-level vocabulary's texts become words before merging."""
 
     pattern: str | None = None  # None: GPT-2's own, which the library has built in
+    before: tuple[str, ...] = ()  # patterns of words that are found before it, one after another
     single_digits: bool = False  # each digit is a word, before anything else
     is_nfc: bool = False  # the text is normalized first
     whole_words: bool = False  # a word that is a token is taken as it is, whatever the merges say
@@ -51,6 +52,19 @@ _GPT4O = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# DeepSeek's lists of letters and of Chinese, Japanese and Korean characters
+_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ"
+    "-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_CJK, _HAN_AND_KANA = "[一-龥ࠀ-一가-퟿]+", "[一-龥぀-ゟ゠-ヿ]+"
+_DEEPSEEK_LLM = Split(r"\p{N}", (r"[\r\n]", rf"\s?[{_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK))
+_DEEPSEEK_CODER = Split(r"\p{N}", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK))
+_DEEPSEEK_V3 = Split(
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    (r"\p{N}{1,3}", _HAN_AND_KANA),
+)
+_SEED = Split(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
 # By tokenizer.ggml.pre; the patterns are those of the models' own tokenizer.json. A file from
 # before there were names says `default`.
 SPLITS = {
@@ -61,6 +75,10 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "seed-coder": _SEED,
 }
 
 
@@ -98,8 +116,8 @@ def _byte_level(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
     first: list[dict[str, Any]] = []
     if split.single_digits:
         first.append({"type": "Digits", "individual_digits": True})
-    if split.pattern is not None:
-        first.append({"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False})
+    for pattern in (*split.before, *([split.pattern] if split.pattern is not None else [])):
+        first.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
     merges = _read_merges(head, tokens)
     return _assemble(
         head,

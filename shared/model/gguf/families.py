@@ -1,0 +1,247 @@
+"""The GGUF architectures that are read: what their metadata say of a model beyond what all say, in
+the words of its config.json.
+
+The reference is what llama.cpp's converter writes and what its loader takes for granted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shared.model.gguf.reader import GgufHead
+from shared.model.gguf.rope import make_rope
+from shared.process.errors import StartupError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# What changes every answer, by the end of its key, and the values that say that there is none of
+# it. A family that knows of it names it as read.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.scale": (0,),
+    "attention.temperature_scale": (0,), "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "router_logit_softcapping": (0,),
+    "embedding_scale": (0, 1), "residual_scale": (0, 1), "logit_scale": (0, 1), "expert_count": (0,), "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1), "expert_weights_scale": (0, 1), "expert_shared_count": (0,), "nextn_predict_layers": (0,),
+}  # fmt: skip
+# Of architectures that people ask for, what no executor here does
+LACKS = {
+    "cohere2": "layers whose attention and MLP run side by side",
+    "command-r": "layers whose attention and MLP run side by side",
+    "deepseek2": "attention to compressed keys (MLA)",
+    "gemma3n": "layers with several residuals, and embeddings of their own",
+    "glm4": "a RoPE of neighbouring dimensions",
+    "glm4moe": "experts chosen by sigmoid",
+    "gpt-oss": "attention sinks",
+    "gpt2": "learned positions",
+    "granitehybrid": "state spaces",
+    "lfm2": "convolutions",
+    "llama4": "experts chosen by sigmoid, and chunked attention",
+    "mamba": "state spaces",
+    "nemotron_h": "state spaces",
+    "olmo": "norms without weights",
+    "phi2": "layers whose attention and MLP run side by side",
+    "phimoe": "experts chosen by sparsemixer",
+    "qwen35": "linear attention",
+    "qwen35moe": "linear attention",
+    "qwen3next": "linear attention",
+    "stablelm": "norms by mean and variance",
+    "starcoder2": "norms by mean and variance",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The name of a GGUF architecture in a config.json, and what only this family has."""
+
+    architecture: str
+    model_type: str
+    extra: Callable[[GgufHead, str], dict[str, Any]]  # of (head, prefix of the metadata's keys)
+    reads: tuple[str, ...] = ()  # keys of NEUTRAL, whatever their values
+
+
+def find_family(head: GgufHead) -> Family:
+    """Raises StartupError for an architecture that is not supported, and for a model that has what
+    its family here has not."""
+    name = head.text("general.architecture")
+    family = FAMILIES.get(name)
+    if family is None:
+        lack = f": it has {LACKS[name]}" if name in LACKS else ""
+        raise StartupError(f"{head.path}: the GGUF architecture {name!r} is not supported{lack}; these are: {', '.join(sorted(FAMILIES))}")
+    for key, values in NEUTRAL.items():
+        value = head.metadata.get(f"{name}.{key}", values[0])
+        if key not in family.reads and value not in values:
+            raise StartupError(f"{head.path}: {name}.{key} is {str(value)[:40]}; no model with it is read")
+    return family
+
+
+def head_dim_of(head: GgufHead, prefix: str) -> int:
+    """The size of an attention head. Raises StartupError."""
+    return head.number(prefix + "attention.key_length", head.number(prefix + "embedding_length") // head.number(prefix + "attention.head_count"))
+
+
+def _llama(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """Mistral's files are Llama's, with a sliding window where the model has one; Mixtral's are,
+    with experts."""
+    extra: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)}
+    window = head.number(prefix + "attention.sliding_window") if head.metadata.get(prefix + "attention.sliding_window") else None
+    if head.metadata.get(prefix + "expert_count"):
+        experts = _experts(head, prefix)
+        names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": window}
+        return extra | names | {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
+    if window is not None:
+        extra |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return extra
+
+
+def _experts(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """The mixtures' fields. The file does not say how wide experts are, if it is old: their tensors
+    do. Raises StartupError."""
+    first = next((name for name in head.tensors if name.endswith((".ffn_down_exps.weight"))), None)
+    if first is None or len(head.tensors[first].shape) != 3:
+        raise StartupError(f"{head.path}: it has no tensors of experts (ffn_down_exps), or not all in one")
+    return {
+        "num_experts": head.number(prefix + "expert_count"),
+        "num_experts_per_tok": head.number(prefix + "expert_used_count"),
+        "moe_intermediate_size": head.number(prefix + "expert_feed_forward_length", head.tensors[first].shape[2]),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [number for number in range(head.number(prefix + "block_count")) if f"blk.{number}.ffn_gate_inp.weight" not in head.tensors],
+    }
+
+
+def _qwen(_head: GgufHead, _prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu", "use_sliding_window": False}
+
+
+def _qwen2_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    shared = next((info.shape[0] for name, info in head.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
+    size = head.number(prefix + "expert_shared_feed_forward_length", shared)
+    return _qwen(head, prefix) | _experts(head, prefix) | {"shared_expert_intermediate_size": size, "norm_topk_prob": False, "qkv_bias": True}
+
+
+def _qwen3_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    return _qwen(head, prefix) | _experts(head, prefix) | {"norm_topk_prob": True}
+
+
+def _phi3(head: GgufHead, prefix: str) -> dict[str, Any]:
+    rope = make_rope(head, prefix, head_dim_of(head, prefix))
+    window = prefix + "attention.sliding_window"
+    return {
+        "hidden_act": "silu",
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings", head.number(prefix + "context_length")),
+        "sliding_window": head.number(window) if head.metadata.get(window) else None,
+    }
+
+
+def _gemma(_head: GgufHead, _prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma_windows(head: GgufHead, prefix: str, *, every: int) -> dict[str, Any]:
+    """The configuration that Gemma 2 and 3 share; each `every`-th layer attends to everything.
+    Their largest models scale queries by hidden / heads, not by head_dim."""
+    num_layers = head.number(prefix + "block_count")
+    hidden, num_heads = head.number(prefix + "embedding_length"), head.number(prefix + "attention.head_count")
+    is_largest = num_layers == (46 if every == 2 else 62)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": head.number(prefix + "attention.sliding_window"),
+        "layer_types": _kinds(head, prefix, every=every),
+        "query_pre_attn_scalar": hidden // num_heads if is_largest else head.number(prefix + "attention.key_length", 256),
+    }
+
+
+def _gemma2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    caps = {name: head.real(f"{prefix}{name}", default) for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))}
+    return _gemma_windows(head, prefix, every=2) | caps
+
+
+def _gemma3(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """Two RoPE bases; scaling is of the layers that attend to everything."""
+    local = {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", 10000.0)}
+    rope = {SLIDING: local, FULL: make_rope(head, prefix, head.number(prefix + "attention.key_length", 256))}
+    cap = head.real(prefix + "final_logit_softcapping", 0.0) or None
+    return _gemma_windows(head, prefix, every=6) | {"rope_parameters": rope, "attn_logit_softcapping": None, "final_logit_softcapping": cap}
+
+
+def _olmo2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """OLMo 3's files are OLMo 2's with windows; what scales its RoPE is of the layers that attend
+    to everything."""
+    window = prefix + "attention.sliding_window"
+    if not head.metadata.get(window):
+        return {"hidden_act": "silu"}
+    full = make_rope(head, prefix, head_dim_of(head, prefix))
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "hidden_act": "silu",
+        "sliding_window": head.number(window),
+        "layer_types": _kinds(head, prefix, every=4),
+        "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", full["rope_theta"])}, FULL: full},
+    }
+
+
+def _exaone4(head: GgufHead, prefix: str) -> dict[str, Any]:
+    window = prefix + "attention.sliding_window"
+    if not head.metadata.get(window):
+        return {"hidden_act": "silu", "sliding_window": None}
+    return {"hidden_act": "silu", "sliding_window": head.number(window), "layer_types": _kinds(head, prefix, every=4)}
+
+
+def _granite(head: GgufHead, prefix: str) -> dict[str, Any]:
+    keys = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)} | {name: head.real(prefix + key) for name, key in keys.items()}
+
+
+def _smollm3(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """Every fourth layer does not rotate: no file says it."""
+    return {
+        "hidden_act": "silu",
+        "mlp_bias": _has_mlp_bias(head),
+        "use_sliding_window": False,
+        "no_rope_layers": [int((number + 1) % 4 != 0) for number in range(head.number(prefix + "block_count"))],
+    }
+
+
+def _seed_oss(head: GgufHead, _prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)}
+
+
+def _has_mlp_bias(head: GgufHead) -> bool:
+    return "blk.0.ffn_gate.bias" in head.tensors
+
+
+def _kinds(head: GgufHead, prefix: str, *, every: int) -> list[str]:
+    """The kind of each layer, listed in the file, or by a period: its last layer attends to
+    everything. Raises StartupError."""
+    key, num_layers = prefix + "attention.sliding_window_pattern", head.number(prefix + "block_count")
+    pattern = head.metadata.get(key, every)
+    if not isinstance(pattern, list):
+        every = head.number(key, every)
+        return [FULL if (number + 1) % every == 0 else SLIDING for number in range(num_layers)]
+    if len(pattern) != num_layers:
+        raise StartupError(f"{head.path}: {key} has {len(pattern)} items for {num_layers} layers")
+    return [SLIDING if each else FULL for each in pattern]
+
+
+FAMILIES = {
+    "exaone4": Family("Exaone4ForCausalLM", "exaone4", _exaone4),
+    "gemma": Family("GemmaForCausalLM", "gemma", _gemma),
+    "gemma2": Family("Gemma2ForCausalLM", "gemma2", _gemma2, ("attn_logit_softcapping", "final_logit_softcapping")),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _gemma3, ("final_logit_softcapping",)),
+    "granite": Family("GraniteForCausalLM", "granite", _granite, ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
+    "llama": Family("LlamaForCausalLM", "llama", _llama, ("expert_count",)),
+    "mistral3": Family("LlamaForCausalLM", "llama", _llama),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2),
+    "phi3": Family("Phi3ForCausalLM", "phi3", _phi3),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2", _qwen),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe, ("expert_count", "expert_shared_count")),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", _qwen),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, ("expert_count",)),
+    "seed_oss": Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
+    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", _smollm3),
+}

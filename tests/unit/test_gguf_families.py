@@ -1,0 +1,71 @@
+"""Which architectures of GGUF files are read, and how the others, and models with what none here has, are refused: in one line that says why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.model.gguf.config import make_config
+from shared.model.gguf.families import FAMILIES, LACKS, NEUTRAL, find_family
+from shared.model.gguf.reader import GgufHead, TensorInfo
+from shared.process.errors import StartupError
+
+FILE = Path("some.gguf")
+
+
+def head_of(architecture: str, **metadata: Any) -> GgufHead:
+    """The least that a file of some layers says; keys without the architecture's name."""
+    sizes = {"embedding_length": 64, "block_count": 8, "feed_forward_length": 128, "context_length": 512, "attention.head_count": 4}
+    values = {f"{architecture}.{key}": value for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-5} | metadata).items()}
+    general = {"general.architecture": architecture, "tokenizer.ggml.tokens": ["a", "b"]}
+    shapes = {"token_embd.weight": (2, 64), "blk.0.ffn_down_exps.weight": (6, 64, 40), "blk.0.ffn_gate_inp.weight": (6, 64)}
+    return GgufHead(FILE, general | values, {name: TensorInfo(FILE, name, shape, 0, 0) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("architecture", [*LACKS, "unheard-of"])
+def test_an_architecture_that_is_not_read_is_refused_by_name(architecture: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        make_config(head_of(architecture))
+    message = str(caught.value)
+    assert f"the GGUF architecture {architecture!r} is not supported" in message and "olmo2" in message and len(message.splitlines()) == 1
+    assert LACKS.get(architecture, "") in message and architecture not in FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("llama", "attention.clamp_kqv", 8.0), ("qwen3moe", "expert_gating_func", 2), ("qwen2moe", "expert_weights_scale", 2.5), ("llama", "logit_scale", 0.25),
+        ("mistral3", "attention.temperature_scale", 0.1), ("qwen2", "expert_count", 8), ("gemma3", "attn_logit_softcapping", 50.0),
+        ("qwen3", "attention.causal", False),
+    ],
+)  # fmt: skip
+def test_what_would_change_every_answer_is_refused(architecture: str, key: str, value: Any) -> None:
+    with pytest.raises(StartupError, match=rf"some.gguf: {architecture}.{key} is {value}; no model with it is read"):
+        find_family(head_of(architecture, **{key: value}))
+    for neutral in NEUTRAL[key]:
+        find_family(head_of(architecture, **{key: neutral}))
+
+
+def test_an_old_mixture_says_less_of_itself() -> None:
+    """The width of the experts is that of their tensors; layers without a router have a plain MLP."""
+    config = make_config(head_of("qwen3moe", expert_count=6, expert_used_count=2))
+    assert (config["moe_intermediate_size"], config["num_experts"], config["num_experts_per_tok"]) == (40, 6, 2)
+    assert config["mlp_only_layers"] == list(range(1, 8))
+    head = head_of("llama", expert_count=6, expert_used_count=2)
+    del head.tensors["blk.0.ffn_down_exps.weight"]
+    with pytest.raises(StartupError, match="no tensors of experts"):
+        make_config(head)
+
+
+def test_windows_are_by_a_list_or_by_a_period() -> None:
+    pattern = [True, True, False, True, True, True, True, False]
+    for key in ({"attention.sliding_window_pattern": pattern}, {"attention.sliding_window_pattern": 3}, {}):
+        found = make_config(head_of("olmo2", **{"attention.sliding_window": 24, **key}))
+        expected = pattern if key.get("attention.sliding_window_pattern") == pattern else [(number + 1) % (3 if key else 4) != 0 for number in range(8)]
+        assert [kind == "sliding_attention" for kind in found["layer_types"]] == expected and found["architectures"] == ["Olmo3ForCausalLM"]
+    with pytest.raises(StartupError, match="has 1 items for 8 layers"):
+        make_config(head_of("exaone4", **{"attention.sliding_window": 24, "attention.sliding_window_pattern": [True]}))
+
+
+def test_smollm3s_layers_that_do_not_rotate_follow_from_their_number() -> None:
+    assert make_config(head_of("smollm3"))["no_rope_layers"] == [1, 1, 1, 0, 1, 1, 1, 0]
