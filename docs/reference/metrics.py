@@ -8,6 +8,7 @@ from prometheus_client import Counter, Histogram
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from services.gateway.telemetry.metrics import Metrics
 from services.gateway.telemetry.pipeline_state import PipelineState
+from services.gateway.telemetry.token_figures import TokenFigures
 from services.requests.batches.figures import BatchFigures
 from shared.process.settings import StageSettings
 from shared.wire.messages import Replica
@@ -23,13 +24,20 @@ in Redis, not in a worker; take `max` of them."""
 
 def page() -> str:
     own = Metrics(Stage("gateway", StageSettings(redis_url="unix:///nowhere")))
-    counted = [row(each, next(iter(each.describe()))) for each in vars(own).values() if isinstance(each, Counter | Histogram)]
+    counted = [row(each, family) for source in vars(own).values() for each, family in families(source)]
     told = [row(family, family) for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()]
     head = ["name", "kind", "labels", "what it is"]
     parts = ["# Metrics\n\n", HEAD, paragraph(INTRODUCTION)]
     for title, text, rows in (("Counted by each gateway", OWN, counted), ("Told by every gateway, of all replicas", SHARED, told)):
         parts += [f"\n## {title}\n\n", paragraph(text), "\n", table(head, rows)]
     return "".join(parts)
+
+
+def families(source: Any) -> list[tuple[Any, Any]]:
+    """Its metrics, each behind what has its labels; none, if it is no source of metrics."""
+    if isinstance(source, TokenFigures):
+        return [(family, family) for family in source.collect()]
+    return [(source, next(iter(source.describe())))] if isinstance(source, Counter | Histogram) else []
 
 
 def row(source: Any, family: Any) -> list[str]:

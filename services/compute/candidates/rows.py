@@ -78,7 +78,7 @@ def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
     def stack(name: str) -> Any:
         columns = [getattr(rows, name)[indices] for rows, indices in chosen]
         if columns[0].ndim == 2:
-            columns = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in columns]
+            columns = [each if each.shape[1] == width else np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in columns]
         return np.concatenate(columns)[order]
 
     return CandidateRows(**{each.name: stack(each.name) for each in fields(CandidateRows) if each.name != "failures"})

@@ -59,18 +59,35 @@ class StepTime:
         self._gram = np.zeros((3, 3))
         self._moment = np.zeros(3)
         self._last_s = 0.0
-        self.fixed_s = self.per_token_s = self.drafting_s = 0.0
+        self._fitted: tuple[float, float, float] | None = None  # None: steps have come since; most steps nobody asks after
 
     def observe(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         row = np.array([1.0, num_tokens, has_drafts]) / seconds
         self._gram = FORGET * self._gram + np.outer(row, row)
         self._moment = FORGET * self._moment + row
         self._last_s = seconds
-        # what is not known yet is as it was expected to be
-        expected = np.array([[-FIRST_SHARE, 1.0, 0.0], [0.0, 0.0, 1.0]]) / seconds
-        fixed, per_token, drafting = np.linalg.solve(self._gram + expected.T @ expected, self._moment).tolist()
-        self.per_token_s = max(per_token, FLOOR_SHARE * seconds)
-        self.fixed_s, self.drafting_s = max(fixed, 0.0), max(drafting, 0.0)
+        self._fitted = None
+
+    @property
+    def fixed_s(self) -> float:
+        return self._fit()[0]
+
+    @property
+    def per_token_s(self) -> float:
+        return self._fit()[1]
+
+    @property
+    def drafting_s(self) -> float:
+        return self._fit()[2]
+
+    def _fit(self) -> tuple[float, float, float]:
+        """The three, of the steps so far."""
+        if self._fitted is None and self._last_s:
+            # what is not known yet is as it was expected to be
+            expected = np.array([[-FIRST_SHARE, 1.0, 0.0], [0.0, 0.0, 1.0]]) / self._last_s
+            fixed, per_token, drafting = np.linalg.solve(self._gram + expected.T @ expected, self._moment).tolist()
+            self._fitted = max(fixed, 0.0), max(per_token, FLOOR_SHARE * self._last_s), max(drafting, 0.0)
+        return self._fitted or (0.0, 0.0, 0.0)
 
     @property
     def is_known(self) -> bool:

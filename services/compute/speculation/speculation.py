@@ -105,7 +105,8 @@ class Speculation:
 
     def timed(self, batch: ScheduledBatch, seconds: float) -> None:
         """How long the step took that was collected last."""
-        self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
+        if self.proposers:
+            self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
 
     def figures(self) -> dict[str, Any]:
         """For the registry, as Load has them."""

@@ -1,5 +1,5 @@
-"""What is counted at every token, in plain numbers: prometheus_client's own take a lock for each,
-and cost more than the token's text. The event loop's thread counts, and it renders."""
+"""Counts of what happens at every token, in plain numbers: prometheus_client's own take a lock for
+each, and cost more than the token's text. The event loop's thread counts, and it renders."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Of one model."""
+    """The counts of one model."""
 
     num_tokens: int = 0
     # between two tokens of a sequence: how many times within each bound, and beyond the last
@@ -28,7 +28,7 @@ class TokenCounts:
 
 
 class TokenFigures(Collector):
-    """Of all models, as /metrics shows them."""
+    """The counts of all models, as /metrics shows them."""
 
     def __init__(self) -> None:
         self.by_model: dict[str, TokenCounts] = {}

@@ -20,7 +20,7 @@ def is_plain(event: TokenEvent, delta: Delta) -> bool:
 
 
 class Frames:
-    """Of one response."""
+    """The frames of one response."""
 
     def __init__(self, form: Format, record: ResponseRecord) -> None:
         self.format = form
