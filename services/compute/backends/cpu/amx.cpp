@@ -14,6 +14,7 @@ namespace {
 #include "lanes_avx512.inc"
 
 constexpr bool kHasUnsignedValues = false;
+constexpr bool kAsksByRows = false;  // for the weights that are needed soon
 
 #include "groups.inc"
 #include "groups_avx512.inc"
@@ -144,8 +145,8 @@ inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
       const GroupScales of(values, number, part % 2);
       const int32_t* from = products[part][number];
       // there is room for rows beyond the last
-      const int64_t at = (row + part / 2 * 16) * groups + first + number;
-      for (int m = 0; m < 16; ++m) total[m] = of.add({total[m]}, load_int32(from + m * 16), g.scales[at + m * groups], g.totals[at + m * groups]).v;
+      const int64_t at = in_groups(row + part / 2 * 16, first + number, groups);
+      for (int m = 0; m < 16; ++m) total[m] = of.add({total[m]}, load_int32(from + m * 16), g.scales[at + m], g.totals[at + m]).v;
     }
     for (int m = 0; m < 16; ++m) _mm512_storeu_ps(to + m * 32, total[m]);
   }

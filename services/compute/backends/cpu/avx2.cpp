@@ -13,6 +13,7 @@ namespace {
 #include "lanes_avx2.inc"
 
 constexpr bool kHasUnsignedValues = false;
+constexpr bool kAsksByRows = false;  // for the weights that are needed soon
 
 #include "groups.inc"
 
@@ -123,7 +124,7 @@ inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
       rows == 1 ? tile_int8<1>(inputs, tile, w.group, products) : tile_int8<2>(inputs, tile, w.group, products);
       const GroupScales of(values, group - first, half);
       for (int64_t m = 0; m < rows; ++m) {
-        const int64_t at = (row + m) * groups + group;
+        const int64_t at = in_groups(row + m, group, groups);
         float* to = c + m * 32 + half * 16;
         store(to, of.add(load(to), load_int32(products + m * 32), g.scales[at], g.totals[at]));
       }

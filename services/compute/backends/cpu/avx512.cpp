@@ -13,6 +13,7 @@ namespace {
 #include "lanes_avx512.inc"
 
 constexpr bool kHasUnsignedValues = true;  // of weights, in a GEMM by groups
+constexpr bool kAsksByRows = true;  // for the weights that are needed soon
 
 #include "groups.inc"
 #include "groups_avx512.inc"

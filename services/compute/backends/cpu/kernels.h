@@ -72,7 +72,7 @@ struct Gemm {
   const Weight* weight;
   // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
   const void* activations;
-  const float* scales;      // of int8 activations: [rows]; by groups: [rows][padded_k / group]
+  const float* scales;      // of int8 activations: [rows]; by groups: [rows / 16][padded_k / group][16]
   // by groups: the same, of the activations' int8 values, times what every value in memory is too
   // large by (groups.inc), negative
   const int32_t* sums;
@@ -229,8 +229,7 @@ struct Kernels {
   void (*gemm)(const Gemm&);
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
-  // group: inputs that share a scale, padded_k where it is the whole row; scales [rows][padded_k /
-  // group]. flip: bits of each byte that are flipped.
+  // group: inputs that share a scale, padded_k where it is the whole row; scales as in Gemm. flip: bits of each byte that are flipped.
   void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int64_t group, int8_t flip,
                   int8_t* out, float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
