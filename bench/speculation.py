@@ -4,12 +4,18 @@ tokens a drafted step gives.
 Method: the compute loop in one process (scheduler, proposers, runner, reduction, decisions taken at once), the same requests with --speculate and with
 off, in turns; the median of the rounds' ratios counts. The first round is not counted: it is there that kernels, and what drafts cost, are learned. Every
 answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence gets of a step, were drafts free.
-Draft_ms: what each place of the drafts of a model takes, all streams together.
+Draft_ms and step_ms: what each place of the drafts of a model takes, all streams together, and a step without drafts.
 
     python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--heads FOLDER] [--rounds 5]
     python -m bench.speculation --model smollm2-135m --speculate self [--self-draft smollm2-135m-w4] --streams 1
+    python -m bench.speculation --model smollm2-135m --speculate self --streams 1 --kinds prose --take-all --write-chains chains.json
+    python -m bench.speculation --model llama-3.2-1b --speculate self --streams 1 --kinds prose --impose-chains chains.json
     python -m bench.speculation --model smollm2-135m --invariance 1000
 
+--impose-chains: a model of random weights (penstock make-model) says nothing of how often its drafts stand. So they stand as another model's did, whose
+chains --write-chains wrote; what they cost is the model's own (bench/speculation_chains.py).
+--take-all: every draft is computed, whatever it costs.
+--cpu-time: all times are the process's CPU seconds, on one thread: for a machine that others use meanwhile.
 --invariance: so many requests of mixed parameters, with drafts and without, and how many texts differ.
 """
 
@@ -20,15 +26,19 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from bench.quality import choose_model, docstrings
+from bench.speculation_chains import Imposer, Recorder, TakeAll
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine, build_engine
 from services.compute.flight import collect, launch, rows_still_valid
 from services.compute.sequence import Sequence
+from services.compute.speculation.chains import ChainProposer
+from services.compute.speculation.control import Control
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.speculation import Speculation, Tally
 from shared.model.constraint import Constraint
@@ -112,8 +122,11 @@ class Loop:
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
         self.constraints = Constraints(self.engine.load_vocabulary, self.runner.vocab_size)
+        self.chains = self._chains(options)
+        self.loaded = self.engine.proposers if self.chains is None else [self.chains]
         self.names = tuple(options.speculate.split(","))
-        self.by_mode = {is_on: Speculation([], self.constraints, self.runner.vocab_size) for is_on in (True, False)}
+        control = TakeAll() if options.take_all else Control(frozenset(each.name for each in self.loaded if each.stops_itself))
+        self.by_mode = {is_on: Speculation([], self.constraints, self.runner.vocab_size, control) for is_on in (True, False)}
         self.most = options.num_speculative_tokens
         self.eos_token_ids = files.eos_token_ids
         self.num_sequences = 0
@@ -122,7 +135,7 @@ class Loop:
         """Answer these requests together."""
         speculation = self.by_mode[is_on]
         if is_on:  # what is learned of costs and chances stays; answers that were given before do not
-            speculation.proposers = make_proposers(self.names, self.constraints, self.engine.proposers)
+            speculation.proposers = make_proposers(self.names, self.constraints, self.loaded)
         self.scheduler.drafting = speculation.drafting(self.most, self.engine.max_sampled)
         before = replace(speculation.total)
         sequences = []
@@ -148,11 +161,28 @@ class Loop:
         for sequence in sequences:
             speculation.forget(sequence.handle)
             self.constraints.forget(sequence.handle)
+        answers = [each.token_ids[each.num_prompt_tokens :] for each in sequences]
+        if isinstance(self.chains, Imposer):
+            self.chains.answers = {each.params.seed: answer for each, answer in zip(sequences, answers, strict=True)}
         total = speculation.total
         tally = Tally(
             total.num_drafts - before.num_drafts, total.num_draft_tokens - before.num_draft_tokens, total.num_accepted_tokens - before.num_accepted_tokens
         )
-        return Outcome(seconds, num_tokens, [each.token_ids[each.num_prompt_tokens :] for each in sequences], tally)
+        return Outcome(seconds, num_tokens, answers, tally)
+
+    @property
+    def step_s(self) -> float:
+        """The seconds that a step of one sequence takes without drafts."""
+        control = self.by_mode[True].control
+        assert isinstance(control, Control)
+        return control.step_time.seconds(1)
+
+    def _chains(self, options: argparse.Namespace) -> Recorder | None:
+        if not options.write_chains and not options.impose_chains:
+            return None
+        [inner] = self.engine.proposers
+        assert isinstance(inner, ChainProposer)
+        return Imposer(inner, options.impose_chains, self.runner.vocab_size) if options.impose_chains else Recorder(inner)
 
     def step(self, speculation: Speculation) -> tuple[bool, int]:
         """As service.py does it. Returns whether it had no chunk of a prompt, and its tokens."""
@@ -178,11 +208,14 @@ class Loop:
         return batch.num_decodes == len(batch.rows), sum(collected.decided.values())
 
 
-def encode(tokenizer: Tokenizer, kind: Kind) -> list[int]:
-    """As a chat's only message, where the model knows that form, and the beginning of its answer."""
-    has_marks = tokenizer.token_to_id("<|im_start|>") is not None
+def chat_text(kind: Kind, *, has_marks: bool) -> str:
+    """The prompt as a chat's only message, by ChatML's marks where the model has them, and the beginning of its answer."""
     text = f"<|im_start|>user\n{kind.prompt}<|im_end|>\n<|im_start|>assistant\n" if has_marks else kind.prompt
-    text += kind.begun
+    return text + kind.begun
+
+
+def encode(tokenizer: Tokenizer, kind: Kind) -> list[int]:
+    text = chat_text(kind, has_marks=tokenizer.token_to_id("<|im_start|>") is not None)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
@@ -192,6 +225,8 @@ def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options:
     prompt = encode(tokenizer, kind)
     asked = [(prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
     ratios, tally, rates = [], Tally(), []
+    if loop.chains is not None:
+        loop.chains.kind = kind.name
     for number in range(options.rounds + 1):
         modes = (True, False) if number % 2 else (False, True)
         found = {is_on: loop.run(asked, is_on=is_on) for is_on in modes}
@@ -208,7 +243,7 @@ def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options:
     return {
         "kind": kind.name, "streams": streams, "ratio": round(statistics.median(ratios), 3), "plain_tokens_per_s": round(statistics.median(rates), 1),
         "share_accepted": round(share, 3), "mean_length": round(length, 2), "share_of_steps_drafted": round(num_drafted, 3),
-        "draft_ms": {name: round(1000 * seconds, 2) for name, seconds in loop.by_mode[True].place_s.items()},
+        "draft_ms": {name: round(1000 * seconds, 2) for name, seconds in loop.by_mode[True].place_s.items()}, "step_ms": round(1000 * loop.step_s, 2),
         "ceiling": round(found[True].num_tokens / max(1, found[True].num_tokens - tally.num_accepted_tokens), 2),
     }  # fmt: skip
 
@@ -257,8 +292,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU seconds; with --threads 1")
+    parser.add_argument("--take-all", action="store_true", help="compute all drafts, be they worth it or not")
+    parser.add_argument("--write-chains", type=Path, metavar="FILE", help="how long the chains of a model that drafts were, and how far they stood")
+    parser.add_argument("--impose-chains", type=Path, metavar="FILE", help="let chains be as long as those, and stand as far")
     parser.add_argument("--invariance", type=int, help="compare so many requests of mixed parameters, and measure nothing")
     options = parser.parse_args()
+    if options.cpu_time:
+        time.perf_counter = time.process_time
     files = choose_model(options.model)
     tokenizer, loop = Tokenizer.from_file(str(files.folder / "tokenizer.json")), Loop(files, options)
     if options.invariance:
@@ -270,6 +311,8 @@ def main() -> None:
         for streams in options.streams if options.kinds is None or kind.name.split(",")[0] in options.kinds else ():
             results.append(compare(loop, tokenizer, kind, streams, options))
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
+    if options.write_chains and loop.chains is not None:
+        loop.chains.write(options.write_chains)
     print(json.dumps({"model": files.name, "results": results}))
 
 

@@ -47,6 +47,7 @@ SUITES = {
     "lm-eval": Suite("tests.lm_eval", "lm-eval finds transformers' loglikelihoods", "minutes", "", ("--no-compile", "--editable", ".[lm-eval]")),
     "proxies": Suite("tests.proxies", "gateways behind nginx and Caddy, by the files of deploy/proxy", "4 minutes", "apt install nginx caddy"),
     "redis": Suite("tests.secure_redis", "a Redis with TLS only and a user for each stage", "a minute", "redis-server 7 with TLS, openssl"),
+    "speculation": Suite("tests.chaos.speculation", "1,000 requests have the same answers with drafts and two kills of compute as without either", "minutes"),
     "telemetry": Suite("tests.telemetry", "metrics, traces and alerts tell what happened", "4 minutes", "apt install prometheus"),
     "wheel": Suite("tests.wheel", "pip wheel makes a wheel that answers where there is no compiler", "2 minutes", "g++", ("--group", "wheel")),
 }  # fmt: skip

@@ -273,3 +273,16 @@ def test_a_model_s_drafts_are_asked_for_where_their_own_time_pays() -> None:
         control.learn(1, Kind("self", 0), 4, 4)
     assert control.best_length("self", [1], 1, 8, 0.0044) >= 3
     assert control.best_length("self", [1], 1, 8, 0.0130) == 0
+
+
+def test_a_model_that_is_sure_is_tried_where_half_a_chance_would_not_pay() -> None:
+    """Its worth is measured then."""
+    found = []
+    for control in (Control(), Control(frozenset({"self"}))):
+        for num_tokens in (1, 2, 1, 3):
+            control.step_time.observe(num_tokens, 0.1 + 0.005 * (num_tokens - 1), has_drafts=False)
+        found.append(control.best_length("self", [1], 1, 4, 0.045))
+    assert found[0] == 0 < found[1]
+    for _ in range(20):
+        control.learn(1, Kind("self", 0), 1, 0)
+    assert control.best_length("self", [1], 1, 4, 0.045) == 0

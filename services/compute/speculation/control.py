@@ -21,6 +21,7 @@ FLOOR_SHARE = 0.002  # the least that a measurement may say
 MARGIN = 1.03  # tokens per second must be so much more than without drafts
 MAX_DELAY = 0.25  # of a step, for sequences in it that have no drafts
 FIRST_CHANCE, FIRST_WEIGHT = 0.5, 4.0  # of what nobody has tried, and in tries how much that counts
+SURE_CHANCE = 0.75  # the same of a model that drafts as far as it is sure
 FORGET_OWN, FORGET_ALL = 0.95, 0.99  # with each draft, of a sequence and of all
 FADE_OWN, FADE_ALL = 0.98, 0.99  # with each draft that is not taken: circumstances change
 MAX_KINDS = 256  # of proposer and grade
@@ -102,14 +103,16 @@ class StepTime:
 class Control:
     """Decides how many of the drafts that are offered a step computes."""
 
+    sure: frozenset[str] = frozenset()  # names of proposers that run a model, and only as far as it is sure
     step_time: StepTime = field(default_factory=StepTime)
     _of_all: dict[Kind, Tries] = field(default_factory=dict)
     _own: dict[int, dict[Kind, Tries]] = field(default_factory=dict)  # by handle
 
     def chance(self, handle: int, kind: Kind) -> float:
         """The chance that a draft of this kind stands, if all drafts before it do."""
-        of_all = self._of_all.get(kind)
-        first = FIRST_CHANCE if of_all is None else of_all.chance(FIRST_CHANCE)
+        of_all, first = self._of_all.get(kind), SURE_CHANCE if kind.name in self.sure else FIRST_CHANCE
+        if of_all is not None:
+            first = of_all.chance(first)
         own = self._own.get(handle, {}).get(kind)
         return first if own is None else own.chance(first)
 

@@ -52,7 +52,7 @@ class Speculation:
     def __init__(self, proposers: Ordered[Proposer], constraints: Constraints, vocab_size: int, control: Chooser | None = None) -> None:
         """proposers: those that run no model first."""
         self.proposers = proposers
-        self.control: Chooser = control or Control()
+        self.control: Chooser = control or Control(frozenset(each.name for each in proposers if each.runs_model and each.stops_itself))
         self.constraints = constraints
         self.vocab_size = vocab_size
         self.total = Tally()
