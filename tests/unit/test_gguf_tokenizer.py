@@ -203,6 +203,13 @@ def test_texts_are_cut_into_words_as_the_makers_do(pre: str, text: str, words: l
     assert [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)] == words
 
 
+@pytest.mark.parametrize(("unknown", "token"), [(None, "<unk>"), (0, "<unk>"), (1, "<s>"), (10_000_000, None), ("<unk>", None)])
+def test_the_unknown_token_is_that_of_the_file_or_the_first(unknown: Any, token: str | None, sentencepiece_file: GgufHead) -> None:
+    """The first is usual, and none is taken where no token has that number."""
+    metadata = sentencepiece_file.metadata if unknown is None else sentencepiece_file.metadata | {"tokenizer.ggml.unknown_token_id": unknown}
+    assert make_tokenizer(replace(sentencepiece_file, metadata=metadata))["model"]["unk_token"] == token
+
+
 def test_a_token_of_megabytes_is_refused_at_once(sentencepiece_file: GgufHead) -> None:
     tokens = [*sentencepiece_file.metadata["tokenizer.ggml.tokens"], "ab" * 1_000_000]
     scores = [*sentencepiece_file.metadata["tokenizer.ggml.scores"], -1.0]
