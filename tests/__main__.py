@@ -1,8 +1,9 @@
 """`python -m tests`: all that pytest runs here, a file at a time, in three processes more than there
-are cores: they mostly wait.
+are cores.
 
-The files that start processes and wait for them come first, those that compute fill the gaps. All
-fork their stages from the same processes, which have imported torch and transformers once.
+Files that compute and files that mostly wait for other processes begin in turns, so that the cores
+are always busy and never crowded. All fork their stages from the same processes, which have
+imported torch and transformers once.
 `--once-more` is for CI: whatever failed runs again.
 """
 
@@ -16,9 +17,9 @@ from pathlib import Path
 from tests import forge
 
 ROOT = Path(__file__).parent.parent
-# those with the longest files; kernels/cuda before all that imports Triton: its conftest.py sets the interpreter
-FIRST = ["kernels", "pipeline", "stages"]
-LAST = ["wire", "unit"]
+FIRST = "tests/kernels/cuda"  # before all else that imports Triton: its conftest.py sets the interpreter
+COMPUTING = ["grammars", "kernels"]
+LAST = ["unit", "wire"]  # many short files fill the end
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 TESTS_FAILED = 1  # pytest's exit code; those above say that pytest itself did not work
 MAX_ONCE_MORE = 10  # more failures than these are no accident of a busy machine
@@ -30,7 +31,7 @@ def main() -> int:
     options = parser.parse_args()
     LAST_FAILED.unlink(missing_ok=True)
     os.environ.update({variable: forge.forge(kind) for kind, variable in forge.VARIABLES.items()})
-    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *rooms())
+    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *in_order())
     if code != TESTS_FAILED or not options.once_more:
         return code
     return once_more(sorted(json.loads(LAST_FAILED.read_text())))
@@ -40,10 +41,18 @@ def pytest(*arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
-def rooms() -> list[str]:
-    """The folders of tests, in the order in which they are to begin."""
-    others = {file.parent.name for file in ROOT.glob("tests/*/test_*.py")} - {*FIRST, *LAST}
-    return [f"tests/{room}" for room in (*FIRST, *sorted(others), *LAST)]
+def in_order() -> list[str]:
+    """The files of tests, in the order in which they are to begin."""
+    files = [str(file.relative_to(ROOT)) for file in sorted(ROOT.glob("tests/**/test_*.py"))]
+    room = {file: file.split("/")[1] for file in files}
+    first = [file for file in files if file.startswith(FIRST)]
+    last = [file for file in files if room[file] in LAST]
+    middle = [file for file in files if file not in (*first, *last)]
+    computing = [file for file in middle if room[file] in COMPUTING]
+    waiting = [file for file in middle if room[file] not in COMPUTING]
+    # sorted by how far each is in its own list
+    progress = {file: number / len(some) for some in (computing, waiting) for number, file in enumerate(some)}
+    return [*first, *sorted(middle, key=progress.__getitem__), *last]
 
 
 def once_more(failed: list[str]) -> int:
