@@ -1,8 +1,8 @@
 """`python -m tests`: all that pytest runs here, a file at a time, in three processes more than there
 are cores.
 
-Files that compute and files that mostly wait for other processes begin in turns, so that the cores
-are always busy and never crowded. All fork their stages from the same processes, which have
+Files that compute and files that mostly wait for other processes begin in turns: together, either
+kind would crowd the cores or leave them idle. All fork their stages from the same processes, which have
 imported torch and transformers once.
 `--once-more` is for CI: whatever failed runs again.
 """

@@ -54,8 +54,8 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
     """The vocabulary of the tokenizer.json in a checkpoint's folder: some 6 µs a token. vocab_size:
     of the model's logits.
 
-    Raises Invalid (501) for a tokenizer whose tokens' bytes the library does not know, or a model
-    without end tokens: its answers could not end.
+    Raises Invalid: 501 for a tokenizer whose tokens' bytes the library does not know, or a model
+    without end tokens, whose answers could not end; 503 if the file can't be read now.
     """
     if not eos_token_ids:
         raise _unsupported("it has no end tokens")
@@ -63,6 +63,8 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         added = json.loads(text).get("added_tokens") or []
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except OSError as error:
+        raise Invalid(f"the model's tokenizer can't be read: {error.strerror}", code="tokenizer_unreadable", status=503) from None
     except Exception as error:  # bare ones, from Rust
         raise _unsupported(str(error)) from None
     return Vocabulary(tokenizer, {each["content"]: each["id"] for each in added if each.get("special")}, vocab_size, eos_token_ids)

@@ -2,7 +2,7 @@
 validation.
 
 A new parameter is added here (the field and its bounds), in decision.py or in compute's
-candidates.py (its effect), and in the gateway's schema (its name in the API).
+candidates/ (its effect), and in the schemas of services/requests (its name in the API).
 """
 
 import math

@@ -180,7 +180,7 @@ def test_ollama_s_fields_are_answered_as_its_clients_expect(gateways: Deployment
         assert gateways.post("/api/generate", {"model": NAME, "keep_alive": keep_alive}).json()["done_reason"] == reason
     told = answered(gateways, backstage, "/api/generate", {"model": NAME, "prompt": "Hi", "context": [1, 2], "options": {"num_ctx": 4096, "top_k": 3}})
     assert told.headers[HEADER] == "context, options.num_ctx"
-    for field, word in (({"suffix": "end"}, "suffix: no model here fills in"), ({"images": ["aGk="]}, "images: this server's models read text only")):
+    for field, word in (({"suffix": "end"}, "suffix: this endpoint does not fill in"), ({"images": ["aGk="]}, "images: this server's models read text only")):
         refused = gateways.post("/api/generate", {"model": NAME, "prompt": "Hi"} | field)
         assert refused.status_code == 400 and word in refused.json()["error"]
 

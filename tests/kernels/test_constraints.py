@@ -1,9 +1,12 @@
 """Masks: what a request allows is what is left of its row, and a matcher says the same however it came to where it is."""
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,9 +29,11 @@ from services.compute.candidates.row_mask import allowed_tokens, apply_mask, app
 from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model import grammar
 from shared.model.constraint import Constraint
+from shared.model.files import DEMO_MODEL
 from shared.model.grammar import Vocabulary, check_grammar, compile_grammar
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.process.errors import Invalid
+from shared.wire.messages import RequestError
 from tests.examples import examples
 from tests.grammars.generate import EOS, FILES, generate, make_constraints, tokenizer, vocabulary
 from tests.waiting import wait_until
@@ -300,6 +305,22 @@ def test_one_text_is_compiled_once_and_the_texts_that_are_kept_are_bounded(monke
         constraints.forget(handle)
     assert compiled == ["a+", "b+", "c+", "b+"]
     assert not constraints.matchers and not constraints.opening
+
+
+def test_a_tokenizer_that_can_not_be_read_is_read_again_and_no_client_sees_its_path(tmp_path: Path) -> None:
+    constraints = Constraints(partial(grammar.load_vocabulary, tmp_path, VOCAB, EOS), VOCAB)
+
+    def error() -> RequestError | None:
+        constraints.open(sequence_of([], handle=1), Constraint("regex", "a+"))
+        [(_, found)] = wait_until(constraints.opened, description="it is compiled, or not")
+        constraints.forget(1)
+        return found
+
+    missing = error()
+    assert missing is not None and (missing.code, missing.status) == ("tokenizer_unreadable", 503)
+    assert str(tmp_path) not in missing.message
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    assert error() is None
 
 
 def test_a_log_that_breaks_its_constraint_is_an_error_of_its_request() -> None:

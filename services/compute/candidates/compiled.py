@@ -48,7 +48,8 @@ class GrammarCache:
     """Compiled grammars. The methods belong to the loop; grammars are compiled in threads."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        """load: called once, in a thread, when the first grammar comes."""
+        """load: called in a thread when the first grammar comes, and again only after an Invalid of
+        503."""
         self.kept: OrderedDict[Constraint, Grammar] = OrderedDict()  # the last used last
         self._load = load
         self._vocabulary: Future[Vocabulary] | None = None
@@ -58,9 +59,11 @@ class GrammarCache:
 
     @property
     def vocabulary(self) -> "Future[Vocabulary]":
-        if self._vocabulary is None:
-            self._vocabulary = self._compilers.submit(self._load)
-        return self._vocabulary
+        known = self._vocabulary
+        failure = known.exception() if known is not None and known.done() else None
+        if known is None or (isinstance(failure, Invalid) and failure.status == 503):
+            known = self._vocabulary = self._compilers.submit(self._load)
+        return known
 
     def get(self, constraint: Constraint, running: Iterable[Grammar]) -> "Future[Grammar]":
         """The constraint's grammar, once it is compiled. running: those of the sequences that

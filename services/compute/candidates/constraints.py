@@ -79,7 +79,7 @@ class Constraints:
     runs in threads."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
-        """load: called once, in a thread, when the first constraint comes."""
+        """load: as GrammarCache takes it."""
         self.vocab_size = vocab_size
         self.grammars = GrammarCache(load)
         self.matchers: dict[int, Matcher] = {}  # by handle

@@ -1,5 +1,5 @@
-"""The bodies that clients send, as pydantic models. What is not named here is refused, unless it
-asks for nothing; bounds are SamplingParams'.
+"""The bodies that clients send, as pydantic models. bodies/body.py says which other fields are
+passed over and which are refused; bounds are SamplingParams'.
 
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """

@@ -99,14 +99,14 @@ def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(model
                 found[each.handle].append(some.clone())
         return [torch.cat(some) for some in found]
 
-    spans = [(0, 20, 21), (1, 40, 45), (2, 60, 69)]
+    spans = [(0, 20, 21), (1, 40, 45), (2, 60, 77)]
     runner.run(ScheduledBatch(tuple(row(number, 0, first) for number, first, _ in spans), 0))
     prompts = [kv.clone() for kv in runner.kv_cache.layers]
-    one_by_one = logits_of(*([(number, first + at, first + at + 1) for number, first, last in spans if first + at < last] for at in range(9)))
+    one_by_one = logits_of(*([(number, first + at, first + at + 1) for number, first, last in spans if first + at < last] for at in range(17)))
     num_kinds = len(stack.recordings)
     replayed.clear()
-    at_once, in_two = logits_of(spans), logits_of([(0, 20, 21), (1, 40, 42), (2, 60, 69)], [(1, 42, 45)])
-    assert len(stack.recordings) == num_kinds + 1, "15 tokens and 12 are of one kind"
+    at_once, in_two = logits_of(spans), logits_of([(0, 20, 21), (1, 40, 42), (2, 60, 77)], [(1, 42, 45)])
+    assert len(stack.recordings) == num_kinds + 1, "23 tokens and 20 are of one kind"
     assert len(replayed) == 2, "and three of one row are of that of three rows"
     monkeypatch.setattr(attention_module, "MOST_TOKENS", 0)
     launched = logits_of(spans)

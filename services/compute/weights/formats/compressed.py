@@ -108,7 +108,7 @@ def keep_integers(layer: StoredLayer, scheme: Scheme) -> Kept:
 
 
 def _read_codes(layer: StoredLayer, bits: int) -> Tensor:
-    """[n, k]: int8, or of fewer bits uint8 whose values are -8..7."""
+    """[n, k]: int8, or of fewer bits uint8 codes from 0 to 15, which stand for -8 to 7."""
     half = 1 << (bits - 1)
     if layer.has("weight_packed"):
         shape = layer.read("weight_shape", [(2,)], (torch.int64, torch.int32))

@@ -123,7 +123,7 @@ class OllamaChatBody(OllamaBody):
 
 def refuse_suffix(value: Any) -> Any:
     if value:
-        raise at("", "no model here fills in what stands between a prompt and a suffix")
+        raise at("", "this endpoint does not fill in the text between a prompt and a suffix: POST /infill does")
     return value
 
 
