@@ -26,7 +26,7 @@ from services.compute.backends.cpu.build import find_compiler
 from services.compute.backends.cpu.linear import QUANTIZATIONS, Kind, NativeLinear
 from services.compute.batch import ScheduledBatch
 from services.compute.models.decoder import Decoder
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError

@@ -66,7 +66,7 @@ def main() -> None:
     from services.compute.batch import ScheduledBatch
     from services.compute.candidates.reduction import reduce
     from services.compute.engine import build_engine
-    from services.compute.scheduling.loop import run_step
+    from services.compute.scheduling.offline import run_step
     from services.compute.sequence import Sequence
     from shared.model.files import open_model
     from shared.model.sampling_params import SamplingParams

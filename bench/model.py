@@ -28,7 +28,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.engine import build_engine
 from services.compute.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model.files import open_model

@@ -21,7 +21,7 @@ from bench.model_folder import model_folder
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.engine import Engine, build_engine
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Sequence
 from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams

@@ -20,8 +20,8 @@ from pathlib import Path
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.new_step import NewStep
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens

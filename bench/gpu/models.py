@@ -18,7 +18,7 @@ from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights

@@ -14,6 +14,7 @@ from services.gateway.app import add_routes
 from services.gateway.bodies import BODIES
 from services.gateway.http.docs import REF
 from services.requests.bodies.body import ANYTHING, Body
+from services.requests.neutral.schemas import GenerateBody
 from shared.model.sampling_params import BOUNDS, SHARES, ChainParams, DryParams, SamplingParams
 
 INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
@@ -26,6 +27,7 @@ answer, and are not supported: 400, `unknown_parameter`. All others are passed o
 
 JSON_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object"}
 LARGE = 1e6  # bounds from here on are beyond any model
+OFF = {"top_k": "from -1", "top_n_sigma": "to 1000"}  # an API's "off" is below the sampler's own bounds
 
 
 def page() -> str:
@@ -101,6 +103,10 @@ def sampling_defaults() -> dict[str, Any]:
 def said_bounds(name: str, metadata: list[Any]) -> str:
     if name in SHARES:
         return "above 0, to 1"
+    if name in OFF:
+        return OFF[name]
+    if name in GenerateBody.model_fields and not metadata:  # an API that passes it on to the neutral body
+        metadata = GenerateBody.model_fields[name].metadata
     if (said := bounds(metadata)) or name not in BOUNDS:
         return said
     low, high = BOUNDS[name]

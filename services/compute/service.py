@@ -234,7 +234,7 @@ class ComputeService:
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""
-        inbox = self.exchange.collect(self.num_prompts_wanted, wait_s=wait_s)
+        inbox = self.exchange.receive(self.num_prompts_wanted, wait_s=wait_s)
         if wait_s and self.active:
             self.meter.lap("wait")
         for decision in inbox.decisions:

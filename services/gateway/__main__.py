@@ -8,16 +8,16 @@ import uvicorn
 from services.gateway.app import build_app
 from services.gateway.console.watch import Watch
 from services.gateway.context import Context
+from services.gateway.generation.canceller import Canceller
+from services.gateway.generation.generation import Pipeline
+from services.gateway.generation.places import MAX_FOLLOWERS, Reading
+from services.gateway.generation.subscriptions import Subscriptions
+from services.gateway.generation.takeover import Takeover
 from services.gateway.http.auth import KeyRing
 from services.gateway.http.bodies import BodyReader
 from services.gateway.http.handshake import shaken
 from services.gateway.http.protocol import patient
 from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
-from services.gateway.reading.canceller import Canceller
-from services.gateway.reading.generation import Pipeline
-from services.gateway.reading.places import MAX_FOLLOWERS, Reading
-from services.gateway.reading.subscriptions import Subscriptions
-from services.gateway.reading.takeover import Takeover
 from services.gateway.telemetry.metrics import Metrics
 from services.requests.admission.admission import Admission
 from services.requests.admission.redis_memory import RedisMemory

@@ -32,14 +32,14 @@ from services.gateway.console.pages import add_playground
 from services.gateway.console.routes import router as live
 from services.gateway.console.watch import Watch
 from services.gateway.context import Context
+from services.gateway.generation.canceller import LAST_TRY_S
+from services.gateway.generation.log_reader import LogReader
+from services.gateway.generation.subscriptions import exit_on_failure
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
 from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, SameOrigin, Slash
 from services.gateway.http.observed import Observed
-from services.gateway.reading.canceller import LAST_TRY_S
-from services.gateway.reading.silence import Silence
-from services.gateway.reading.subscriptions import exit_on_failure
 from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
 from shared.process.stages import PIPELINE
@@ -59,7 +59,7 @@ async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
     await context.grammars.helpers.start()
     work = {
         "reader": pipeline.subscriptions.run(),
-        "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
+        "log reader": LogReader(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
         "canceller": pipeline.canceller.run(),
         "memory": context.admission.memory.run(),
         "append-only file": AppendOnlyFile(context.client).run(),

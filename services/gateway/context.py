@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from services.gateway.generation.generation import Pipeline
+from services.gateway.generation.places import Reading
 from services.gateway.http.auth import KeyRing
 from services.gateway.http.bodies import BodyReader
 from services.gateway.http.disconnect import unless_gone
-from services.gateway.reading.generation import Pipeline
-from services.gateway.reading.places import Reading
 from services.gateway.telemetry.metrics import Metrics
 from services.requests.admission.admission import served_names
 from services.requests.batches.jobs import Jobs

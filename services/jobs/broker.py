@@ -136,7 +136,7 @@ class CarefulTransport(kombu_redis.Transport):  # type: ignore[misc]
     """kombu's, but that it delivers tasks of ours only."""
 
     Channel = CarefulChannel
-    refuse: Any = None  # where dead letters go: set by `be_careful`
+    refuse: Any = None  # where dead letters go: set by `refuse_foreign_messages`
 
     def _deliver(self, message: Any, queue: str) -> None:
         try:
@@ -147,9 +147,9 @@ class CarefulTransport(kombu_redis.Transport):  # type: ignore[misc]
         super()._deliver(task, queue)
 
 
-def be_careful(transport: Transport) -> None:
-    """Have Celery read in this process by this way. transport: by which dead letters are
-    written."""
+def refuse_foreign_messages(transport: Transport) -> None:
+    """Have Celery in this process refuse messages that are no task of ours. transport: writes the
+    dead letters."""
     CarefulTransport.refuse = staticmethod(partial(refuse, transport))
     name = f"{__name__}:{CarefulTransport.__name__}"
     TRANSPORT_ALIASES.update(redis=name, rediss=name)

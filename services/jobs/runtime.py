@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from services.jobs.broker import be_careful
+from services.jobs.broker import refuse_foreign_messages
 from services.jobs.deaths import Deaths
 from services.jobs.places import Places
 from services.requests.admission.admission import Admission
@@ -54,7 +54,7 @@ class JobsRuntime:
             settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
         )
         self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
-        be_careful(stage.transport)
+        refuse_foreign_messages(stage.transport)
         self.queue = make_queue(settings.redis_url)
         self.deaths = Deaths(stage.transport, stage.replica_id)
         self.stopping = asyncio.Event()
@@ -64,7 +64,7 @@ class JobsRuntime:
         self.ending: dict[str, asyncio.Task[None]] = {}
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
-        self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._running: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self._thread = threading.Thread(target=self._serve, name="runtime", daemon=True)
 
     def start(self) -> None:
@@ -97,7 +97,7 @@ class JobsRuntime:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         for each in (self.places.look(), self._beat()):
-            self._endless.add(self._loop.create_task(exit_on_failure(each)))
+            self._running.add(self._loop.create_task(exit_on_failure(each)))
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:

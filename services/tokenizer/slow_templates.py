@@ -1,8 +1,8 @@
 """Conversations that bring a chat template of their own, and those with which the model's template
 is slow: rendered beside the loop, by other workers.
 
-Who asks for such a conversation waits for it, and nobody else does: tenants take turns, none has
-all the workers, and what waits too long, or is one too many, gets an error that says so.
+Only the tenant who sent such a conversation waits for it: tenants take turns, and none has all the
+workers. A conversation that waits too long, or is one too many, gets an error that says so.
 """
 
 import time
@@ -44,17 +44,17 @@ class SlowTemplates:
         self._render = render
         self._free: list[ChatTemplate] = []
         self._running: list[Running] = []
-        # by tenant, the next one first; since when
+        # by tenant, whose turn is next first; each with the time since when it waits
         self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "slow-template")
-        self.entry_ids: list[bytes] = []  # of all that is here
+        self.entry_ids: list[bytes] = []  # of all requests here, waiting or being rendered
 
     @property
     def is_empty(self) -> bool:
         return not self._running and not self._waiting
 
     def hold(self, delivery: Delivery) -> Invalid | None:
-        """Have it rendered; or why not."""
+        """Queue a conversation for rendering. Returns the error if it is refused."""
         tenant = tenant_of(delivery.message)
         if len(self._waiting.get(tenant, ())) >= MAX_OF_TENANT:
             return _refused(f"{MAX_OF_TENANT} conversations whose chat template takes long wait already: send fewer at once", 429)
@@ -67,7 +67,7 @@ class SlowTemplates:
         return None
 
     def done(self) -> list[tuple[Delivery, Prepared]]:
-        """Requests that have been rendered since, or have waited for too long."""
+        """Requests that were rendered since the last call, or that waited too long."""
         found: list[tuple[Delivery, Prepared]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)

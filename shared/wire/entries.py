@@ -2,7 +2,7 @@
 
 Knows streams and bytes; what a message means is its reader's business. Synchronous, for the stages
 whose loop is a thread; the gateway, which is asyncio, has its own reader in
-services/gateway/reading/subscriptions.py.
+services/gateway/generation/subscriptions.py.
 """
 
 import time

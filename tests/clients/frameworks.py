@@ -1,9 +1,10 @@
-"""Frameworks and packages that speak OpenAI's API, each called as its own documentation has it. One function a client; it raises if something is wrong."""
+"""Frameworks and packages that speak OpenAI's API, each with the lines of docs/start/clients.md. One function a client; it raises if something is wrong."""
 
 from typing import Any, Literal
 
-import httpx
 from pydantic import BaseModel
+
+from tests.clients.documented import names_of
 
 MODEL = "penstock-demo"
 QUESTION = "What is Penstock?"
@@ -19,9 +20,8 @@ class Forecast(BaseModel):
 
 def langchain(url: str) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=120, seed=1)
+    model = names_of("LangChain", url, MODEL)["model"].model_copy(update={"temperature": 0, "max_tokens": 120, "seed": 1})
     reply = model.invoke(QUESTION)
     assert reply.text.startswith(ANSWER) and reply.usage_metadata["output_tokens"] == 37, reply
     assert "".join(chunk.text for chunk in model.stream(QUESTION)) == reply.text
@@ -39,9 +39,8 @@ def langchain(url: str) -> None:
 def llama_index(url: str) -> None:
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
-    from llama_index.llms.openai_like import OpenAILike
 
-    model = OpenAILike(model=MODEL, api_base=f"{url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True, temperature=0, max_tokens=120)
+    model = names_of("LlamaIndex", url, MODEL)["model"].model_copy(update={"temperature": 0, "max_tokens": 120})
     message = ChatMessage(role="user", content=QUESTION)
     whole = model.chat([message]).message.content
     assert whole.startswith(ANSWER), whole
@@ -59,14 +58,12 @@ def llama_index(url: str) -> None:
 
 def instructor(url: str) -> None:
     import instructor as library
-    import openai
 
-    plain = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    for mode in (library.Mode.TOOLS, library.Mode.TOOLS_STRICT):
-        client = library.from_openai(plain, mode=mode)
+    names = names_of("instructor", url, MODEL)
+    for client in (names["client"], library.from_openai(names["plain"], mode=library.Mode.TOOLS_STRICT)):
         messages = [{"role": "user", "content": QUESTION}]
         found = client.chat.completions.create(model=MODEL, messages=messages, response_model=Forecast, temperature=0, max_tokens=120)
-        assert isinstance(found, Forecast), mode
+        assert isinstance(found, Forecast), client.mode
 
 
 def litellm(url: str) -> None:
@@ -77,8 +74,9 @@ def litellm(url: str) -> None:
         "type": "function",
         "function": {"name": "forecast", "parameters": {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}},
     }
-    for name in (f"openai/{MODEL}", f"hosted_vllm/{MODEL}"):
-        options: dict[str, Any] = {"model": name, "api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
+    shown = names_of("litellm", url, MODEL)["options"]
+    for name in (shown["model"], f"hosted_vllm/{MODEL}"):
+        options: dict[str, Any] = shown | {"model": name, "temperature": 0}
         whole = library.completion(messages=messages, **options)
         assert whole.choices[0].message.content.startswith(ANSWER), whole
         chunks = list(library.completion(messages=messages, stream=True, stream_options={"include_usage": True}, **options))
@@ -90,14 +88,9 @@ def litellm(url: str) -> None:
 
 
 def httpx_sse(url: str) -> None:
-    from httpx_sse import connect_sse
-
-    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True, "stream_options": {"include_position": True}}
-    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-        with connect_sse(client, "POST", "/v1/chat/completions", json=body) as source:
-            events = list(source.iter_sse())
-        assert events[-1].data == "[DONE]" and events[10].id, events
-        headers = {"Last-Event-ID": events[10].id}
-        with connect_sse(client, "GET", f"/v1/streams/{events[0].json()['id']}", headers=headers) as source:
-            rest = list(source.iter_sse())
-        assert [event.data for event in rest] == [event.data for event in events[11:]]
+    names = names_of("httpx-sse", url, MODEL)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    events = list(names["begin"](body))
+    assert events[-1].data == "[DONE]" and events[10].id, events
+    rest = list(names["resume"](events[0].json()["id"], events[10]))
+    assert [event.data for event in rest] == [event.data for event in events[11:]]

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from tests.clients.documented import names_of
 from tests.clients.frameworks import ANSWER, MODEL, QUESTION, Forecast
 
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -12,7 +13,7 @@ SCHEMA = Forecast.model_json_schema() | {"additionalProperties": False}
 def openai(url: str) -> None:
     import openai as library
 
-    with library.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with names_of("openai", url, MODEL)["client"] as client:
         asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 120}
         whole = client.chat.completions.create(**asked)
         assert (whole.choices[0].message.content or "").startswith(ANSWER) and whole.choices[0].finish_reason == "stop", whole
@@ -56,9 +57,7 @@ def openai_async(url: str) -> None:
 
 
 def openai_responses(url: str) -> None:
-    import openai as library
-
-    with library.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with names_of("openai", url, MODEL)["client"] as client:
         first = client.responses.create(model=MODEL, input=QUESTION, temperature=0)
         assert first.output_text.startswith(ANSWER) and first.status == "completed", first
         second = client.responses.create(model=MODEL, input="And then?", previous_response_id=first.id, max_output_tokens=16)
@@ -78,9 +77,7 @@ def openai_responses(url: str) -> None:
 
 
 def anthropic(url: str) -> None:
-    import anthropic as library
-
-    with library.Anthropic(base_url=url, api_key="any") as client:
+    with names_of("anthropic", url, MODEL)["client"] as client:
         asked: dict[str, Any] = {"model": MODEL, "max_tokens": 120, "messages": MESSAGES, "extra_body": {"temperature": 0}}
         [block] = client.messages.create(**asked).content
         assert block.text.startswith(ANSWER), block
@@ -94,9 +91,7 @@ def anthropic(url: str) -> None:
 
 
 def ollama(url: str) -> None:
-    import ollama as library
-
-    client = library.Client(host=url)
+    client = names_of("ollama", url, MODEL)["client"]
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "options": {"temperature": 0}}
     whole = client.chat(**asked).message.content or ""
     assert whole.startswith(ANSWER), whole

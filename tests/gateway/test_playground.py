@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.console.recent import RecentRequests
 from services.gateway.console.watch import MAX_WATCHERS
-from services.gateway.reading.subscription import Subscription
+from services.gateway.generation.subscription import Subscription
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.messages import GenerateRequest, Moments, encode

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.reading.places import MAX_FOLLOWERS_OF_ONE
+from services.gateway.generation.places import MAX_FOLLOWERS_OF_ONE
 from services.requests.tenants.api_keys import add_key
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage

@@ -11,7 +11,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
 from services.compute.engine import Engine, build_engine
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Sequence
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL, open_model

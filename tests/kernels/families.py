@@ -43,7 +43,7 @@ from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights

@@ -209,7 +209,7 @@ class Peer:
         found: list[tuple[int, int, int]] = []
 
         def has_all() -> bool:
-            found.extend((each.handle, each.position, each.token_id) for each in self.exchange.collect(0, wait_s=0.05).decisions)
+            found.extend((each.handle, each.position, each.token_id) for each in self.exchange.receive(0, wait_s=0.05).decisions)
             return len(found) >= count
 
         wait_until(has_all, description=f"{count} decisions have come")
@@ -218,11 +218,11 @@ class Peer:
     def settle_down(self) -> None:
         """A round trip of every line, and what was written has arrived."""
         for _ in range(3):
-            self.exchange.collect(0, wait_s=0.05)
+            self.exchange.receive(0, wait_s=0.05)
         wait_until(self.has_arrived, description="Redis has answered what was written")
 
     def has_arrived(self) -> bool:
-        self.exchange.collect(0, wait_s=0.05 if self.exchange.outbox.line.num_awaited else 0.0)
+        self.exchange.receive(0, wait_s=0.05 if self.exchange.outbox.line.num_awaited else 0.0)
         return not self.exchange.outbox.line.num_awaited
 
     def close(self) -> None:
@@ -401,7 +401,7 @@ def test_held_rows_wait_for_nothing_but_the_interval(make_peer: Callable[..., Pe
     peer.exchange.send(rows_of((1, 2)), is_urgent=False)
 
     def has_come() -> bool:
-        peer.exchange.collect(0)  # as every step does, whether it has rows or not
+        peer.exchange.receive(0)  # as every step does, whether it has rows or not
         return keys_of(peer.asked("sampler-1")) == [[(1, 2)]]
 
     wait_until(has_come, description="the row goes out, though no other follows it")
@@ -431,7 +431,7 @@ def test_a_transport_of_its_own_is_all_that_an_exchange_needs(make_peer: Callabl
     peer.live("sampler-1")
     peer.add(1)
     entry: Any = peer.client.xadd(prompts(MODEL).key, {MESSAGE: encode(peer.active[1].request)})
-    (delivery,) = wait_until(lambda: peer.exchange.collect(1, wait_s=0.05).prompts, description="the prompt")
+    (delivery,) = wait_until(lambda: peer.exchange.receive(1, wait_s=0.05).prompts, description="the prompt")
     assert delivery.entry_id == entry
     peer.exchange.leave()
     (left,) = peer.client.xpending_range(prompts(MODEL).key, "compute", "-", "+", 9)

@@ -6,7 +6,7 @@ import pytest
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.shares import ADDED_SHARE, EXPECTED_S, PROMPTS_EVERY, SHORT_STEP_S
 from services.compute.scheduling.step_cost import StepCost

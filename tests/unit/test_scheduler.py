@@ -5,7 +5,7 @@ import pytest
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from tests.unit.sequences import counted, handles_of, make_scheduler, make_sequence

@@ -90,8 +90,8 @@ class Exchange:
         if self.outbox.next.messages or self.outbox.next.records:
             self._flush()
 
-    def collect(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
-        """Collect what has come: decisions, control, and up to num_prompts prompts; if nothing has,
+    def receive(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
+        """Receive what has come: decisions, control, and up to num_prompts prompts; if nothing has,
         waits up to wait_s for what is awaited."""
         received = Received()
         if self.outbox.num_held and (wait_s or self.outbox.is_overdue()):

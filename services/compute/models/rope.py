@@ -26,8 +26,8 @@ def no_rope(head_dim: int) -> Rope:
 
 
 def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer_type: str = "full_attention") -> Rope:
-    """The rotary frequencies of the layers of a type, from rope_parameters, or from rope_scaling
-    and rope_theta as they stood in config.json before.
+    """The rotary frequencies of the layers of a type, from rope_parameters, or, in older
+    config.json files, from rope_scaling and rope_theta.
 
     RoPE: Su et al., "RoFormer" (2021), equation 15. Scalings: linear (position interpolation, Chen
     et al. 2023), llama3 (Llama 3.1's model code: long wavelengths are stretched, short ones kept, a
@@ -59,8 +59,8 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
 
 
 def _check_positive(name: str, value: Any) -> None:
-    """0 would count as not there, and a negative number make frequencies that no model was trained
-    with."""
+    """Raises StartupError unless the value is absent or positive: 0 would count as absent, and a
+    negative number makes frequencies that no model was trained with."""
     if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
         raise StartupError(f"the config's {name} of rope must be a positive number, got {value!r}")
 

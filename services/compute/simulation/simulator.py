@@ -8,7 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from services.compute.batch import ScheduledBatch
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.trace import TraceRequest

@@ -61,10 +61,10 @@ def make_model(out: Path, *, shape: str, dtype: str, seed: int, force: bool = Fa
     tensors = {
         name: _random(name, size, generator).to(getattr(torch, dtype)) for name, size in tqdm(list(tensor_sizes(chosen)), desc="making weights", unit="tensor")
     }
-    write_model(out, tensors, lambda: describe(out, chosen, dtype))
+    write_model(out, tensors, lambda: write_config(out, chosen, dtype))
 
 
-def describe(out: Path, shape: Shape, dtype: str) -> None:
+def write_config(out: Path, shape: Shape, dtype: str) -> None:
     """Write config.json, generation_config.json and the tokenizer's files."""
     (out / "config.json").write_text(json.dumps(config_json(shape, dtype), indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}) + "\n")

@@ -35,8 +35,8 @@ def find_weights(folder: Path) -> list[Path]:
     return [file for pattern in WEIGHTS for file in sorted(folder.glob(pattern))]
 
 
-def write_model(out: Path, tensors: dict[str, torch.Tensor], describe: Callable[[], None]) -> int:
-    """Write weights, and by `describe` the files beside them, in the stead of older ones. Returns
+def write_model(out: Path, tensors: dict[str, torch.Tensor], write_config: Callable[[], None]) -> int:
+    """Write weights, and by `write_config` the files beside them, over older ones. Returns
     the bytes of the weights' file. Raises StartupError.
 
     The weights have their name last, and older ones go before config.json changes: there is never
@@ -51,7 +51,7 @@ def write_model(out: Path, tensors: dict[str, torch.Tensor], describe: Callable[
         aside.chmod(0o666 & ~umask)
         for old in find_weights(out):
             old.unlink()
-        describe()
+        write_config()
         return aside.rename(out / MODEL).stat().st_size
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
         weights, perplexities = load_weights(files.weights, config, backend, **asdict(packing)), None
     else:
         weights, perplexities = _calibrated(files, config, packing, windows, backend)
-    return Result((before, write_model(out, collect(config, weights), lambda: _describe(out, files, packing))), perplexities)
+    return Result((before, write_model(out, packed_tensors(config, weights), lambda: write_config(out, files, packing))), perplexities)
 
 
 def _num_bytes(weights: Path) -> int:
@@ -94,7 +94,7 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
     return weights, (before, perplexity(Decoder(config, weights, backend), windows.held_out))
 
 
-def _describe(out: Path, files: ModelFiles, packing: Packed) -> None:
+def write_config(out: Path, files: ModelFiles, packing: Packed) -> None:
     """Write the tokenizer's files and config.json."""
     described = {"quant_method": PACKED_METHOD} | asdict(packing)
     for pattern in TOKENIZER_FILES:
@@ -104,7 +104,7 @@ def _describe(out: Path, files: ModelFiles, packing: Packed) -> None:
     (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
 
 
-def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
+def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Every tensor of the packed checkpoint, by its name."""
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     packed = {"lm_head.": weights.lm_head}

@@ -92,7 +92,7 @@ def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, An
     token_ids = likeliest_tokens(answers[0], vocab_size, min(vocabulary, vocab_size))
     lm_head = rows_of(decoder.weights.lm_head, decoder.config.hidden_size, token_ids) * decoder.config.logits_multiplier
     heads = train(answers[0], lm_head, recipe)
-    write_model(out, tensors_of(heads, lm_head, token_ids), lambda: describe(out, files, decoder.config.hidden_size, recipe, (vocab_size, len(token_ids))))
+    write_model(out, tensors_of(heads, lm_head, token_ids), lambda: write_config(out, files, decoder.config.hidden_size, recipe, (vocab_size, len(token_ids))))
     return Result(accuracy(heads, answers[1], lm_head, token_ids), len(answers[1].token_ids))
 
 
@@ -114,7 +114,7 @@ def tensors_of(heads: Heads, lm_head: Tensor, token_ids: Tensor) -> dict[str, Te
     return tensors
 
 
-def describe(out: Path, files: ModelFiles, hidden_size: int, recipe: Recipe, sizes: tuple[int, int]) -> None:
+def write_config(out: Path, files: ModelFiles, hidden_size: int, recipe: Recipe, sizes: tuple[int, int]) -> None:
     """Write config.json. sizes: of the vocabulary, and of the part that the heads know."""
     config = {
         "architectures": ["MedusaModel"],

@@ -3,8 +3,8 @@ again.
 
 A block holds the codes of 32 (or, in eight or sixteen parts, 256) inputs of one output column
 beside their scales. Layouts: ggml-common.h of ggml; the values are those of the `gguf` package's
-dequantize, which is the reference in the tests. Formats that are not here have grids of vectors or
-scales that float16 can't hold: they are dequantized.
+dequantize, which is the reference in the tests. Formats that are not here have grids of vectors:
+they are dequantized. So is an MXFP4 matrix with a scale that float16 can't hold.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.gateway.context import Context
-from services.gateway.reading.subscription import ResponseFailed
+from services.gateway.generation.subscription import ResponseFailed
 from services.requests.bodies.fields import TokenIds
 from services.requests.errors import RequestFailed, check
 from services.requests.record import make_record

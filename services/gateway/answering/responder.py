@@ -11,9 +11,9 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.answering.timings import timings
+from services.gateway.generation.generation import Generation
+from services.gateway.generation.subscription import ResponseFailed
 from services.gateway.http.disconnect import until_disconnect
-from services.gateway.reading.generation import Generation
-from services.gateway.reading.subscription import ResponseFailed
 from services.gateway.telemetry.measured import Measured
 from services.requests.answers.choice import Choice
 from services.requests.answers.formats import format_for, whole_body

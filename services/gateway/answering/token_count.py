@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from services.gateway.answering.responder import Responder
 from services.gateway.context import Context
-from services.gateway.reading.generation import Generation
+from services.gateway.generation.generation import Generation
 from services.gateway.telemetry.measured import Measured
 from services.requests.answers.translate import Json
 from services.requests.neutral.schemas import ChatCompletionBody

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from fastapi import Request, Response
 
 from services.gateway.answering.responder import EventStream, Responder
-from services.gateway.reading.generation import Generation
+from services.gateway.generation.generation import Generation
 from services.gateway.telemetry.measured import Measured
 from services.requests.answers.translate import Fold, Json, Translation
 from services.requests.errors import RequestFailed, check

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from services.gateway.reading.subscription import Subscription
+from services.gateway.generation.subscription import Subscription
 from services.gateway.telemetry.timeline import Timeline
 from shared.wire.views import ComputeView, SequenceView
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.engine import Engine
-from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Sequence
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import SamplingParams

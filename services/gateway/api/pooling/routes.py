@@ -28,18 +28,18 @@ router = APIRouter()
 
 Json = dict[str, Any]
 RERANKED: Mapping[str, type[RerankBody | TextsBody]] = {"documents": RerankBody, "texts": TextsBody}
-NAMES: dict[str, dict[str, str]] = {"rerank": {"input": "documents"}, "score": {"input": "text_2"}}  # by kind, what others call otherwise
+NAMES: dict[str, dict[str, str]] = {"rerank": {"input": "documents"}, "score": {"input": "text_2"}}  # by kind: what our fields are called there
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class VectorsResponder(EmbeddingResponder):
-    """A generation's vectors, as `describe` answers them."""
+    """Answers with what `to_body` makes of a generation's vectors."""
 
-    describe: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
+    to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
 
     def _body(self) -> Any:
         vectors = [np.asarray(choice.embedding, np.float64) for choice in self.choices]
-        made = self.describe(self.generation.record, vectors)
+        made = self.to_body(self.generation.record, vectors)
         return made | {"usage": usage_of(self.choices)} if isinstance(made, dict) else made
 
 
@@ -52,11 +52,11 @@ def listed(record: ResponseRecord, data: list[Json]) -> Json:
     return {"id": record.response_id, "object": "list", "created": record.created, "model": record.model, "data": data}
 
 
-async def answer(request: Request, body: EmbeddingBody, kind: str, describe: Callable[[ResponseRecord, list[Array]], Json | list[Json]]) -> Response:
+async def answer(request: Request, body: EmbeddingBody, kind: str, to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]) -> Response:
     names = NAMES.get(kind, {})
     with own_terms(names):
         responder = await submit_embeddings(context_of(request), body, request, VectorsResponder, kind)
-    responder.describe = describe
+    responder.to_body = to_body
     try:
         return await responder.whole(request)
     except RequestFailed as failed:
@@ -69,10 +69,10 @@ async def pooling(request: Request) -> Response:
     """One vector of each input; of a classifier, its numbers."""
     body = await context_of(request).read(request, PoolingBody)
 
-    def describe(record: ResponseRecord, vectors: list[Array]) -> Json:
+    def to_body(record: ResponseRecord, vectors: list[Array]) -> Json:
         return listed(record, [{"index": index, "object": "pooling", "data": vector.astype(np.float32)} for index, vector in enumerate(vectors)])
 
-    return await answer(request, body, "pooling", describe)
+    return await answer(request, body, "pooling", to_body)
 
 
 @router.post("/score", openapi_extra=takes(ScoreBody))
@@ -83,10 +83,10 @@ async def score(request: Request) -> Response:
     body = await context.read(request, ScoreBody)
     firsts, seconds = body.pairs()
 
-    def describe(record: ResponseRecord, scores: Sequence[float]) -> Json:
+    def to_body(record: ResponseRecord, scores: Sequence[float]) -> Json:
         return listed(record, [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)])
 
-    return await answer_scores(request, context, body, firsts, seconds, "score", describe)
+    return await answer_scores(request, context, body, firsts, seconds, "score", to_body)
 
 
 @router.post("/rerank", openapi_extra=takes(RerankBody, TextsBody))
@@ -102,26 +102,26 @@ async def rerank(request: Request) -> Response:
         return await rerank_texts(request, context, body)
     shows_text = body.return_documents if body.return_text is None else body.return_text
 
-    def describe(record: ResponseRecord, scores: Sequence[float]) -> Json:
+    def to_body(record: ResponseRecord, scores: Sequence[float]) -> Json:
         order = best_first(scores, body.top_n)
         results = [
             {"index": index, "relevance_score": scores[index]} | ({"document": {"text": body.documents[index]}} if shows_text else {}) for index in order
         ]
         return {"id": record.response_id, "object": "list", "model": record.model, "results": results}
 
-    return await answer_scores(request, context, body, [body.query], body.documents, "rerank", describe)
+    return await answer_scores(request, context, body, [body.query], body.documents, "rerank", to_body)
 
 
 async def rerank_texts(request: Request, context: Context, body: TextsBody) -> Response:
     """The answer is a list of scores, the best first."""
 
-    def describe(_: ResponseRecord, scores: Sequence[float]) -> list[Json]:
+    def to_body(_: ResponseRecord, scores: Sequence[float]) -> list[Json]:
         order = best_first(scores, body.top_n)
         return [{"index": index, "score": scores[index]} | ({"text": body.texts[index]} if body.return_text else {}) for index in order]
 
     if body.truncate and body.truncate_prompt_tokens is None:
         body = body.model_copy(update={"truncate_prompt_tokens": -1})
-    return await answer_scores(request, context, body, [body.query], body.texts, "rerank", describe)
+    return await answer_scores(request, context, body, [body.query], body.texts, "rerank", to_body)
 
 
 def best_first(scores: Sequence[float], most: int | None) -> list[int]:
@@ -131,17 +131,17 @@ def best_first(scores: Sequence[float], most: int | None) -> list[int]:
 
 async def answer_scores(
     request: Request, context: Context, body: PairsBody, firsts: list[str], seconds: list[str], kind: str,
-    describe: Callable[[ResponseRecord, Sequence[float]], Json | list[Json]],
+    to_body: Callable[[ResponseRecord, Sequence[float]], Json | list[Json]],
 ) -> Response:  # fmt: skip
     """firsts: one text, or as many as `seconds`."""
     replica = context.served(body.model)
     if not replica.labels:
         vectors = body.vectors_of([*firsts, *seconds])
-        return await answer(request, vectors, kind, lambda record, vectors: describe(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])))
+        return await answer(request, vectors, kind, lambda record, vectors: to_body(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])))
     if len(replica.labels) > 1:
         raise Invalid(f"this model has {len(replica.labels)} labels, and a score takes one: see /classify", param="model", code="model_not_supported")
     pairs = body.logits_of(firsts if len(firsts) > 1 else firsts * len(seconds), seconds)
-    return await answer(request, pairs, kind, lambda record, vectors: describe(record, [float(probabilities(replica, each)[0]) for each in vectors]))
+    return await answer(request, pairs, kind, lambda record, vectors: to_body(record, [float(probabilities(replica, each)[0]) for each in vectors]))
 
 
 def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
@@ -159,8 +159,8 @@ async def classify(request: Request) -> Response:
     replica = context.served(body.model)
     if not replica.labels:
         raise Invalid("this model has no classification head", param="model", code="model_not_supported")
-    describe = partial(classified, replica, has_activation=body.use_activation)
-    return await answer(request, body.embedding(), "classification", describe)
+    to_body = partial(classified, replica, has_activation=body.use_activation)
+    return await answer(request, body.embedding(), "classification", to_body)
 
 
 def classified(replica: Replica, record: ResponseRecord, logits: list[Array], *, has_activation: bool) -> Json:

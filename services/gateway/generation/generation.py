@@ -13,10 +13,10 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from services.gateway.reading.canceller import Canceller
-from services.gateway.reading.subscription import Subscription
-from services.gateway.reading.subscriptions import Subscriptions
-from services.gateway.reading.takeover import Takeover
+from services.gateway.generation.canceller import Canceller
+from services.gateway.generation.subscription import Subscription
+from services.gateway.generation.subscriptions import Subscriptions
+from services.gateway.generation.takeover import Takeover
 from services.gateway.telemetry.traces import admission_span, current_root
 from services.requests.admission.admission import Admission, admit
 from services.requests.client import redis_errors_as_503

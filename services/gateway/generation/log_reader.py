@@ -1,4 +1,4 @@
-"""Silence: a sequence that was silent for a while is read from its log, and so is one with a gap.
+"""A sequence that was silent for a while is read from its log, and so is one with a gap.
 
 This one rule heals a lost event, a lost attach, an end written between two reads, a Redis that
 restarted, and one that came back empty.
@@ -13,8 +13,8 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from services.gateway.reading.subscription import Subscription
-from services.gateway.reading.subscriptions import Subscriptions
+from services.gateway.generation.subscription import Subscription
+from services.gateway.generation.subscriptions import Subscriptions
 from services.requests.errors import GONE
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
@@ -41,7 +41,7 @@ class LogSnapshot:
     is_whole_page: bool  # there may be more
 
 
-class Silence:
+class LogReader:
     """The task that reads the logs of silent sequences."""
 
     def __init__(self, subscriptions: Subscriptions, client: "redis.asyncio.Redis", interval_s: float) -> None:

@@ -2,7 +2,7 @@
 its response.
 
 Events are the fast path, and nothing relies on them: what stays silent is looked up in its log
-(silence.py).
+(log_reader.py).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from services.gateway.reading.subscription import Subscription
+from services.gateway.generation.subscription import Subscription
 from services.requests.client import OwnConnection, persist
 from services.requests.errors import draining
 from shared.process.errors import Invalid

@@ -1,0 +1,2 @@
+"""A response on its way through the pipeline: submitted, read from its stream or log, taken over,
+cancelled."""
