@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from services.compute.backends.backend import Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
-from services.compute.tools.make_model import SHAPES, describe, tensor_sizes
+from services.compute.tools.make_model import SHAPES, tensor_sizes, write_config
 from services.compute.tools.out_folder import open_out_folder, write_model
 from tests.clients.scripted.script import Message, Script
 
@@ -127,5 +127,5 @@ def make_model(out: Path) -> None:
     """A checkpoint's folder for it: the demo's tokenizer, a long window, a template that knows tools. The weights are read by nobody."""
     shape = replace(SHAPES["tiny"], max_position_embeddings=MAX_MODEL_LEN)
     open_out_folder(out, force=True)
-    write_model(out, {name: torch.zeros(size) for name, size in tensor_sizes(shape)}, lambda: describe(out, shape, "float32"))
+    write_model(out, {name: torch.zeros(size) for name, size in tensor_sizes(shape)}, lambda: write_config(out, shape, "float32"))
     (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
