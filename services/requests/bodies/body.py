@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAt
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from services.requests.bodies.fields import shortened
-from services.requests.bodies.ignored import MAX_NAMES, collecting, tell
+from services.requests.bodies.ignored import MAX_NAMES, collecting, tell, tell_below
 
 Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 
@@ -64,6 +64,7 @@ class Body(BaseModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
 
     _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
+    _is_worth_a_look: bool = PrivateAttr(False)  # something was passed over in it or below; mostly nothing was
 
     @model_validator(mode="wrap")
     @classmethod
@@ -78,22 +79,28 @@ class Body(BaseModel):
         known = {key: each for key, each in value.items() if key in cls.model_fields} if unknown else value
         with collecting() as names:
             tell(*(key for key in unknown if key not in cls.neutral))
-            if not refused:
-                body = handler(known)
-                body._passed_over = tuple(names)
-                return body
-            errors = [_refused(key) for key in refused[:MAX_UNKNOWN]]
-            try:
-                handler(known)
-            except ValidationError as error:
-                errors += [_again(each) for each in error.errors(include_url=False, include_input=False)]
-        raise ValidationError.from_exception_data(cls.__name__, errors)
+            if refused:
+                raise cls._wrong(refused, known, handler)
+            body = handler(known)
+        if names.names or names.are_below:
+            body._passed_over, body._is_worth_a_look = tuple(names), True
+            tell_below()
+        return body
+
+    @classmethod
+    def _wrong(cls, refused: list[str], known: dict[str, Any], handler: ModelWrapValidatorHandler["Body"]) -> ValidationError:
+        errors = [_refused(key) for key in refused[:MAX_UNKNOWN]]
+        try:
+            handler(known)
+        except ValidationError as error:
+            errors += [_again(each) for each in error.errors(include_url=False, include_input=False)]
+        return ValidationError.from_exception_data(cls.__name__, errors)
 
     @property
     def passed_over(self) -> list[str]:
         """The fields that ask for what is not done, in it and below it, by their paths; not many
         more than are told."""
-        return list(islice(self._all_passed_over(""), MAX_NAMES + 1))
+        return list(islice(self._all_passed_over(""), MAX_NAMES + 1)) if self._is_worth_a_look else []
 
     def _all_passed_over(self, path: str) -> Iterator[str]:
         yield from (path + name for name in self._passed_over)

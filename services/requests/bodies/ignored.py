@@ -30,6 +30,7 @@ class Names:
 
     is_strict: bool = False
     names: dict[str, None] = field(default_factory=dict)  # one more than are told: there are more
+    are_below: bool = False  # an object in this one has names of its own
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -53,6 +54,12 @@ def tell(*names: str) -> None:
     if (collected := COLLECTED.get()) is not None:
         for name in names:
             collected.add(name)
+
+
+def tell_below() -> None:
+    """Say that an object in the present one has names of its own."""
+    if (collected := COLLECTED.get()) is not None:
+        collected.are_below = True
 
 
 def pass_over(*names: str) -> None:
