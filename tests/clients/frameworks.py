@@ -80,7 +80,7 @@ def litellm(url: str) -> None:
         whole = library.completion(messages=messages, **options)
         assert whole.choices[0].message.content.startswith(ANSWER), whole
         chunks = list(library.completion(messages=messages, stream=True, stream_options={"include_usage": True}, **options))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == whole.choices[0].message.content
         assert [chunk.usage.completion_tokens for chunk in chunks if getattr(chunk, "usage", None)] == [37], name
         called = library.completion(messages=messages, tools=[tool], tool_choice="required", max_tokens=100, **options)
         assert called.choices[0].message.tool_calls[0].function.name == "forecast", called
