@@ -2,7 +2,8 @@
 
 Method: the prompts of bench.speculation (those without a schema, which every server asks for in another way), one stream, end tokens ignored; the two
 servers in turns. Tokens/s from the first piece of text to the last: without the prompt. The median of the rounds' ratios counts; the first round, in which
-prompts come into caches, does not. Beside it: how many texts of the second are not the first's.
+prompts come into caches, does not. Beside it: how many texts of the second are not the first's. Each request has a cache_salt of its own: a server that drafts
+from earlier answers (Penstock does) would have the same answer before it.
 
     llama-server -m FILE --port 8001; llama-server -m FILE --port 8002 --spec-type ngram-simple --spec-ngram-simple-size-n 2
     python -m bench.speculation_served http://127.0.0.1:8001 http://127.0.0.1:8002
@@ -11,6 +12,7 @@ prompts come into caches, does not. Beside it: how many texts of the second are 
 import argparse
 import asyncio
 import json
+import secrets
 import statistics
 from urllib.parse import urlsplit
 
@@ -25,7 +27,7 @@ async def ask(url: str, model: str, prompt: str, kind: Kind, num_tokens: int) ->
     parts = urlsplit(url)
     body: dict[str, object] = {
         "model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": kind.params.temperature, "seed": 0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True}, "cache_salt": secrets.token_hex(8),
     }  # fmt: skip
     packed = post(parts.netloc, parts.path.rstrip("/") + "/v1/completions", body)
     _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80)

@@ -1,5 +1,6 @@
 """`python -m services.gateway`: settings, objects, run."""
 
+import logging
 import signal
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from services.gateway.generation.takeover import Takeover
 from services.gateway.http.auth import KeyRing
 from services.gateway.http.bodies import BodyReader
 from services.gateway.http.handshake import shaken
-from services.gateway.http.protocol import patient
+from services.gateway.http.protocol import is_news, patient
 from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
 from services.gateway.telemetry.metrics import Metrics
 from services.requests.admission.admission import Admission
@@ -77,6 +78,7 @@ def main() -> None:
         for each in (subscriptions, context.store, watch):
             each.drain()
 
+    logging.getLogger("uvicorn.error").addFilter(is_news)
     protocol = patient(settings)
     config = uvicorn.Config(
         build_app(context, watch),

@@ -163,3 +163,9 @@ def test_a_schema_of_megabytes_is_refused_in_the_helper(field: str) -> None:
     assert len(content) > 4 * MIB
     with pytest.raises(Invalid):
         bodies.answer(pickle.dumps(ChatCompletionBody) + content)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/", "/v1/streams/", "/v1/files/", "/v1/batches/", "/v1/messages/batches/"])
+def test_a_long_id_is_not_echoed_whole(gateways: Deployment, path: str) -> None:
+    refused = gateways.get(path + "a" * 5000)
+    assert refused.status_code == 404 and len(refused.json()["error"]["message"]) < 200

@@ -136,6 +136,15 @@ def test_what_is_no_http_is_an_error_in_the_usual_shape(impatient: tuple[Deploym
     assert json.loads(body)["error"] == {"message": "this is no HTTP/1.1 request", "type": "invalid_request_error", "param": None, "code": "invalid_http"}
 
 
+def test_what_anybody_can_send_makes_no_warning(impatient: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = impatient
+    assert answer(deployment, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    upgrade = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    assert answer(deployment, upgrade).startswith(b"HTTP/1.1 200 ")
+    told = deployment.logs()
+    assert "error=invalid_http" in told and "uvicorn" not in told and "WebSocket" not in told
+
+
 @pytest.mark.parametrize("head", [GET[:-2], b"GET /", b"GET / HTTP/1.1\r\nX: ", b""], ids=["many headers", "path", "header", "nothing"])
 def test_headers_have_a_bound_on_their_bytes(impatient: tuple[Deployment, Backstage], head: bytes) -> None:
     reply = answer_to_a_flood(impatient[0], head, b"X: x\r\n" if head == GET[:-2] else b"x" if head else b"\r\n")

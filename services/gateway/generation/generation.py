@@ -19,6 +19,7 @@ from services.gateway.generation.subscriptions import Subscriptions
 from services.gateway.generation.takeover import Takeover
 from services.gateway.telemetry.traces import admission_span, current_root
 from services.requests.admission.admission import Admission, admit
+from services.requests.bodies.fields import shortened
 from services.requests.client import redis_errors_as_503
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
@@ -148,7 +149,7 @@ class Pipeline:
         with redis_errors_as_503():
             record = await find_record(self.client, tenant, response_id)
             if record is None:
-                raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
+                raise Invalid(f"no response {shortened(response_id)!r}, or it is too old", param="response_id", code="response_not_found", status=404)
             if record.kind not in kinds:
                 raise Invalid(f"the response {response_id!r} is of another API, and can't be resumed here", param="response_id", code="response_of_another_api")
             positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)

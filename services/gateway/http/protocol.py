@@ -6,6 +6,7 @@ where it is read (bodies.py).
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -36,6 +37,12 @@ TOO_LONG = last_reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request'
 
 
 NO_HTTP = last_reply(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request", "invalid_http")
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Drops uvicorn's warnings of what anybody can send: bytes that are no HTTP, of which
+    `send_400_response` tells, and upgrades, which a server may pass over (RFC 9110, section 7.8)."""
+    return not record.getMessage().startswith(("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket"))
 
 
 class PatientProtocol(HttpToolsProtocol):
@@ -73,6 +80,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """Answer what the parser does not read, as errors are everywhere."""
+        log.info("request refused", status=400, error="invalid_http")
         self.transport.write(NO_HTTP)
         self.transport.close()
 

@@ -14,6 +14,7 @@ import orjson
 import redis.asyncio
 
 from services.requests.batches.figures import ENDED, queue_created
+from services.requests.bodies.fields import shortened
 from services.requests.client import redis_errors_as_503
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
@@ -205,7 +206,7 @@ class BatchStore:
             values: Any = await self.client.hgetall(batch_key(batch_id))
             batch = read_batch(batch_id, values)
         if batch is None or not tenant.sees(batch.record.owner):
-            raise Invalid(f"No batch found with id '{batch_id}'.", param="batch_id", code="batch_not_found", status=404)
+            raise Invalid(f"No batch found with id '{shortened(batch_id)}'.", param="batch_id", code="batch_not_found", status=404)
         return batch
 
     async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:

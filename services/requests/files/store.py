@@ -12,6 +12,7 @@ from typing import IO, Any
 import msgpack
 import redis.asyncio
 
+from services.requests.bodies.fields import shortened
 from services.requests.client import redis_errors_as_503
 from services.requests.files.storage import PIECE_BYTES, Storage
 from services.requests.record import read_record
@@ -72,7 +73,7 @@ class FileStore:
             packed: Any = await self.client.get(file_key(file_id))
         record = read_file(file_id, packed)
         if record is None or record.owner != owner:
-            raise Invalid(f"No such File object: {file_id}", param="id", code="file_not_found", status=404)
+            raise Invalid(f"No such File object: {shortened(file_id)}", param="id", code="file_not_found", status=404)
         return record
 
     async def list_of(self, owner: str) -> list[FileRecord]:

@@ -4,6 +4,7 @@ their ids, and how much of all that fits the model."""
 import re
 from dataclasses import dataclass
 
+from services.requests.bodies.fields import shortened
 from services.requests.context import RequestContext
 from services.requests.record import PREFIXES
 from services.requests.responses.items import Json
@@ -53,7 +54,7 @@ async def resolve(context: ConversationContext, items: list[Json]) -> list[Json]
                     raise
                 found[response_id] = {}
         if item["id"] not in found[response_id]:
-            raise Invalid(f"Item with id '{item['id'][:128]}' not found.", param=field, code="item_not_found", status=404)
+            raise Invalid(f"Item with id '{shortened(item['id'])}' not found.", param=field, code="item_not_found", status=404)
         resolved.append(found[response_id][item["id"]])
     return resolved
 
@@ -66,7 +67,7 @@ async def conversation(context: ConversationContext, response_id: str, field: st
         items = await context.store.items(stored)
         events = await context.store.read(record, stored, is_checked=False)
     except Invalid as error:
-        raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
+        raise Invalid(f"Previous response with id '{shortened(response_id)}' not found.", param=field, code="previous_response_not_found") from error
     if events.status in UNFINISHED or events.status == "failed":
         raise Invalid(f"the response {response_id!r} is {events.status}: it can't be gone on with", param=field, code="previous_response_not_completed")
     await context.store.hand_over(record, stored)

@@ -18,6 +18,7 @@ import redis.asyncio
 from services.requests.admission.held import queue_delete, queue_rewrite
 from services.requests.answers.schema_errors import schema_errors
 from services.requests.answers.translate import Fold, Json
+from services.requests.bodies.fields import shortened
 from services.requests.client import redis_errors_as_503
 from services.requests.errors import GONE, draining
 from services.requests.grammars.answers import AnswerChecker
@@ -84,7 +85,7 @@ class Store:
             packed: Any = await self.client.get(stored_key(response_id))
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
-            raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
+            raise Invalid(f"Response with id '{shortened(response_id)}' not found.", param="response_id", code="response_not_found", status=404)
         return record, await decode(packed)
 
     async def items(self, stored: Stored) -> list[Json]:
