@@ -15,6 +15,7 @@ from typing import Any
 import redis
 from celery import Celery, signals
 from celery.beat import EmbeddedService, ScheduleEntry, Scheduler
+from celery.exceptions import CPendingDeprecationWarning
 from celery.platforms import EX_OK, SecurityWarning
 from celery.schedules import schedule
 from celery.worker import state
@@ -127,10 +128,13 @@ def work(runtime: JobsRuntime) -> None:
     # a traceback each time that Redis is away, of which the transport has told
     logging.getLogger("celery.beat").setLevel(logging.CRITICAL)
     logging.getLogger("celery.worker").addFilter(be_brief)
+    logging.getLogger("celery.worker.consumer.consumer").addFilter(is_news)
     signals.setup_logging.connect(ignore, weak=False)  # Celery would set up its own otherwise
     signals.worker_shutting_down.connect(stop, weak=False)
     signals.worker_ready.connect(lambda **_: signal.signal(signal.SIGTERM, terminate), weak=False)
     signals.worker_ready.connect(lambda **_: runtime.stage.join(), weak=False)
+    # about tasks that run on while Redis is away, as ours are to; Celery turns it on as it starts
+    signals.worker_ready.connect(lambda **_: warnings.simplefilter("ignore", CPendingDeprecationWarning), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
     runtime.deaths.enter()
     beat.start()
@@ -152,6 +156,11 @@ def be_brief(record: logging.LogRecord) -> bool:
     if error is not None and is_temporary(error):
         record.msg, record.args, record.exc_info = f"redis can't serve, ending the process: {reason_of(error)}", (), None
     return True
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Drops what Celery says of a Redis that is away: the transport has told, in one line."""
+    return not record.getMessage().startswith(("consumer: Connection to broker lost", "consumer: Cannot connect to"))
 
 
 def give_up() -> None:

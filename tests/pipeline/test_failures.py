@@ -149,7 +149,9 @@ def test_redis_restarts_in_the_middle_of_streams(tmp_path: Path, redis_binary: P
     with running_redis(folder, redis_binary) as url:
         deployment = Deployment(url, tmp_path)
         try:
+            worker = deployment.start("jobs")
             deployment.start_all(dtype="float32")
+            deployment.wait_live(worker)
             undisturbed = asyncio.run(stream_all(deployment, 4, max_tokens=200))
             restarted = []
 
@@ -161,7 +163,9 @@ def test_redis_restarts_in_the_middle_of_streams(tmp_path: Path, redis_binary: P
                 restarted.append(start_server(folder, binary=redis_binary))
 
             assert asyncio.run(stream_all(deployment, 4, max_tokens=200, disturb=restart)) == undisturbed
-            assert len(deployment.processes) == 4 and all(each.poll() is None for each in deployment.processes.values())
+            assert len(deployment.processes) == 5 and all(each.poll() is None for each in deployment.processes.values())
+            told = (tmp_path / f"{worker}.log").read_text()
+            assert "redis can't serve" in told and "celery" not in told.lower()  # one voice tells of it, and of no library's inner life
         finally:
             deployment.stop()
             for process in restarted:
