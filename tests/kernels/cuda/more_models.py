@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config, Qwen2MoeCo
 from bench.gpu.models import check_model
 from services.compute.backends.cuda.backend import CudaBackend
 from tests.kernels.backends import CPU, FLOAT32
-from tests.kernels.cuda.test_cuda_models import CONFIG, SIZES
+from tests.kernels.cuda.test_cuda_models import CONFIG, SIZES, check_drafts
 from tests.kernels.families import LINEAR_ROPE, LOCAL_ROPE, reference_model
 
 WINDOWS = {"sliding_window": 12, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention"]}
@@ -43,3 +43,8 @@ def test_every_mode_keeps_its_bits(tmp_path: Path) -> None:
     for quantization in ("none", "w4", "nf4", "fp8"):
         check = check_model(tmp_path, CudaBackend(torch.bfloat16, CPU), quantization=quantization, lengths=(4, 33, 17), num_tokens=4, reference=None)
         assert check.are_bits_equal, quantization
+
+
+def test_as_many_drafts_as_a_step_may_have_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference_model("llama", tmp_path, config=CONFIG)
+    check_drafts(tmp_path, monkeypatch, longest=17)
