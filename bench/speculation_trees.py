@@ -1,9 +1,9 @@
 """Would trees of drafts stand further than chains? The tokens that a step gives, by the number of drafted tokens, for a chain and for the best tree.
 
 Method: the model answers greedily. The same model in fewer bits (or another of the same tokenizer) then reads the answers, and each token's rank among its
-logits is noted. It is what a model that drafts would have thought behind this beginning, whatever was drafted before. So steps can be replayed: a chain of n
-drafts stands as far as ranks are 0; a tree stands along the path of the ranks. The tree of n tokens has the n likeliest paths, if each rank is as likely
-anywhere as it was on average; that favours the tree, which a server would have to choose beforehand. What drafting itself costs is not counted.
+logits is noted. A drafting model has these logits behind the same tokens in any step, so steps can be replayed: a chain of n drafts stands as far as ranks
+are 0; a tree stands along the branch of the ranks. The tree of n tokens has the n likeliest branches, if each rank is as likely anywhere as it was on
+average. That favours the tree, since a server would have to choose it beforehand. The cost of drafting is not counted.
 
     python -m bench.speculation_trees --model smollm2-135m [--draft-quantization w4 | --draft-model smaller] [--tokens 256]
 """
@@ -26,7 +26,7 @@ from services.compute.sequence import Sequence
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 
-Path = tuple[int, ...]  # of a token in a tree: its rank, and those of the drafts before it
+Branch = tuple[int, ...]  # of a token in a tree: its rank, and those of the drafts before it
 CHUNK = 32  # tokens of an answer that are read in a step
 MAX_RANK = 8
 
@@ -68,10 +68,10 @@ def ranks_of(engine: Engine, prompt: list[int], answered: list[int]) -> list[int
     return found
 
 
-def best_tree(shares: list[float], size: int) -> set[Path]:
-    """The paths of the likeliest tokens. shares: how often each rank was right."""
-    order, tree = count(), set[Path]()
-    waiting: list[tuple[float, int, Path]] = [(-share, next(order), (rank,)) for rank, share in enumerate(shares)]
+def best_tree(shares: list[float], size: int) -> set[Branch]:
+    """The branches of the likeliest tokens. shares: how often each rank was right."""
+    order, tree = count(), set[Branch]()
+    waiting: list[tuple[float, int, Branch]] = [(-share, next(order), (rank,)) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)
     while len(tree) < size:
         chance, _, path = heapq.heappop(waiting)
@@ -81,7 +81,7 @@ def best_tree(shares: list[float], size: int) -> set[Path]:
     return tree
 
 
-def tokens_per_step(answers: list[list[int]], tree: set[Path]) -> float:
+def tokens_per_step(answers: list[list[int]], tree: set[Branch]) -> float:
     """Replay the answers: each step gives the drafts that stand, and one token more."""
     num_tokens = num_steps = 0
     for ranks in answers:
