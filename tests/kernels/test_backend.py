@@ -171,7 +171,7 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library_module.VARIABLE, "torch")
     assert isinstance(choose_backend(torch.bfloat16, CPU), TorchBackend)
     monkeypatch.setenv(library_module.VARIABLE, "mmx")
-    with pytest.raises(StartupError, match="PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx512vnni, avx2, torch"):
+    with pytest.raises(StartupError, match="PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx512vnni, avxvnni, avx2, torch"):
         choose_backend(torch.bfloat16, CPU)
 
 

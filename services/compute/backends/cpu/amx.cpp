@@ -13,7 +13,7 @@ namespace {
 #include "words_bf16.inc"
 #include "lanes_avx512.inc"
 
-constexpr bool kHasUnsignedValues = false;
+constexpr penstock::ValueKind kValues = penstock::kSigned;  // in a GEMM by groups
 constexpr bool kAsksByRows = false;  // for the weights that are needed soon
 
 #include "groups.inc"
@@ -21,6 +21,7 @@ constexpr bool kAsksByRows = false;  // for the weights that are needed soon
 #include "attention_avx512.inc"
 
 constexpr int64_t kBlockRows = 32;
+constexpr int64_t kRowsByGroups = kBlockRows;
 constexpr bool kCanContinue = true;
 
 struct alignas(64) TileConfig {
@@ -110,7 +111,7 @@ constexpr int64_t kTurn = 2;
 inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t first, int64_t count, const char* a, const Values& values, float* c) {
   const penstock::Weight& w = *g.weight;
   // bytes to the next 16 rows
-  const int64_t groups = w.padded_k / w.group, depth = w.group < 64 ? w.group : 64, next = w.padded_k * 16;
+  const int64_t groups = g.groups, depth = w.group < 64 ? w.group : 64, next = w.padded_k * 16;
   const int64_t parts = rows > 16 ? 4 : 2;
   const int8_t *tile0 = values.tiles[0], *tile1 = values.tiles[1];
   alignas(64) int32_t products[4][kTurn][256];
@@ -177,7 +178,7 @@ inline void ask_for(const char* slab, int64_t start, int64_t count) {
   for (int64_t line = start; slab != nullptr && line < start + count; line += 64) ask(slab + line);
 }
 
-inline void score_keys(const uint16_t* queries, int64_t, int64_t dim, const penstock::Slabs& keys, float* c) {
+inline void score_keys(const Word* queries, int64_t, int64_t dim, const penstock::Slabs& keys, float* c) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t at = 0; at < dim; at += 32) {
@@ -193,7 +194,7 @@ inline void score_keys(const uint16_t* queries, int64_t, int64_t dim, const pens
   _tile_stored(1, c + 16, 128);
 }
 
-inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
+inline void add_values(const Word* weights, int64_t rows, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
   for (int64_t row = 0; row < rows; ++row) {
     if (factors[row] == 1.0f) continue;
     for (int64_t at = 0; at < dim; at += 16) store(out + row * dim + at, load(out + row * dim + at) * spread(factors[row]));

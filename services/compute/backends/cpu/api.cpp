@@ -57,7 +57,7 @@ class Workspace {
 
 // What a layer needs besides its rows.
 struct Room {
-  Workspace activations, scales, group_sums, group_totals, hidden, gates, unpacked;
+  Workspace activations, scales, group_sums, group_shifts, group_totals, hidden, gates, unpacked;
 };
 
 // What a caller opens: an instruction set, and its workspaces: one for all threads together, or one
@@ -119,7 +119,7 @@ const char* penstock_instruction_set(const Context* context) { return context->k
 int64_t penstock_workspace_bytes(const Context* context) {
   int64_t bytes = context->partials.size();
   for (const Room& room : context->rooms) {
-    for (const Workspace* each : {&room.activations, &room.scales, &room.group_sums, &room.group_totals, &room.hidden, &room.gates, &room.unpacked}) bytes += each->size();
+    for (const Workspace* each : {&room.activations, &room.scales, &room.group_sums, &room.group_shifts, &room.group_totals, &room.hidden, &room.gates, &room.unpacked}) bytes += each->size();
   }
   return bytes;
 }

@@ -12,7 +12,7 @@ namespace {
 #include "words_wide.inc"
 #include "lanes_avx512.inc"
 
-constexpr bool kHasUnsignedValues = true;  // of weights, in a GEMM by groups
+constexpr penstock::ValueKind kValues = penstock::kUnsigned;  // in a GEMM by groups
 constexpr bool kAsksByRows = true;  // for the weights that are needed soon
 
 #include "groups.inc"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock_kernels.so"
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 AVX512 = [*AVX512_VNNI, "-mavx512bf16"]
 # best first, as in registry.inc: each one's file has its name, and is compiled with these flags
@@ -24,7 +25,8 @@ INSTRUCTION_SETS = {
     "amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "avx512": AVX512,
     "avx512vnni": AVX512_VNNI,
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avxvnni": [*AVX2, "-mavxvnni"],
+    "avx2": AVX2,
 }
 FLAGS: dict[str, list[str]] = {"api.cpp": [], "draw.cpp": ["-ffp-contract=off"]} | {f"{name}.cpp": flags for name, flags in INSTRUCTION_SETS.items()}
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]

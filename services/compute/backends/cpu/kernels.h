@@ -23,6 +23,9 @@ constexpr int64_t kPair = 32;  // columns of the two tiles that are computed tog
 // are any. A plane of b bits is [8 b][16][4] bytes: the byte [quad][column][i] has in its lowest b
 // bits those of input 4 * quad + i, in the next those of input 4 * (quad + 8 b) + i, and so on.
 enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3, kPlanes = 4 };
+// What an instruction set multiplies in a GEMM by groups (its kValues): int8 values, or unsigned
+// bytes, which are the values and as much as makes the lowest 0.
+enum ValueKind { kSigned, kUnsigned, kUnsignedIfNarrow };
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
 
 constexpr int64_t kBlock = 256;
@@ -55,6 +58,7 @@ struct Weight {
   const Weight* next;
   int64_t is_gate;
   int64_t bits, offset;          // planes: of a code; a value is the code less the offset
+  int64_t lowest, highest;       // by groups: values that there may be, less their zeros
   // by groups: [padded_n / kPair][padded_k / group][kPair], or null; a group's scale is so many of
   // its block's, and its minimum
   const int8_t *steps, *minimum_steps;
@@ -73,11 +77,12 @@ struct Gemm {
   // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
   const void* activations;
   const float* scales;      // of int8 activations: [rows]; by groups: [rows / 16][padded_k / group][16]
-  // by groups: the same, of the activations' int8 values, times what every value in memory is too
-  // large by (groups.inc), negative
+  // by groups: the same. What a group's sum begins with (sum_groups), and what is taken off again
+  // when it is a float (AVX-512); and scales * the sum of the activations' int8 values
   const int32_t* sums;
-  const float* totals;      // by groups: scales * sums
+  const float *shifts, *totals;
   int64_t rows;
+  int64_t groups;            // by groups: of a row, padded_k / group
   int64_t width;             // of rows of out, out_float and residual, which begin with this matrix's outputs
   const float* gates;        // [rows][n] or null
   const uint16_t* residual;  // bf16 [rows][n] or null
@@ -234,8 +239,8 @@ struct Kernels {
                   int8_t* out, float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
   void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t flip, int8_t* out, float* scales);
-  // sums and totals, of activations and scales
-  void (*sum_groups)(const Gemm&, int32_t* sums, float* totals);
+  // of activations and scales
+  void (*sum_groups)(const Gemm&, int32_t* sums, float* shifts, float* totals);
   void (*add_rows)(const Addition&);
   int64_t (*attention_workspace)(const Attention&);  // bytes
   // the most of all steps of so many tokens, with no longer context
@@ -249,7 +254,7 @@ struct Kernels {
   void (*sum_masses)(const Masses&);
 };
 
-extern const Kernels kAvx2, kAvx512Vnni, kAvx512, kAmx;
+extern const Kernels kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kAmx;
 
 // The same bits on every instruction set: draw.cpp.
 void decide(const Draws&);

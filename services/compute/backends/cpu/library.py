@@ -35,7 +35,7 @@ class Weight(ctypes.Structure):
         *((name, Pointer) for name in ("table", "group_scales", "zeros", "minima")),
         ("activation", ctypes.c_int64),
         ("next", Pointer),
-        *((name, ctypes.c_int64) for name in ("is_gate", "bits", "offset")),
+        *((name, ctypes.c_int64) for name in ("is_gate", "bits", "offset", "lowest", "highest")),
         *((name, Pointer) for name in ("steps", "minimum_steps")),
     ]
 

@@ -53,7 +53,7 @@ class Form:
     has_zeros: bool = False
     has_minima: bool = False
     bits: int = 8  # planes: of a code, and what is taken off it
-    offset: int = 0
+    offset: int = 128
     has_steps: bool = False
 
     @property
@@ -142,7 +142,7 @@ def pack_joined(context: Context, matrix: Joined, bias: Tensor | None, *, quanti
 
 def form_of(matrix: Grouped) -> Form:
     kind = Kind.FOUR_BIT if matrix.table is not None else Kind.PLANES if matrix.bits in PLANES else Kind.INT8_GROUPS
-    bits, offset = (matrix.bits, -matrix.lowest) if kind == Kind.PLANES else (8, 0)
+    bits, offset = (matrix.bits, -matrix.lowest) if kind == Kind.PLANES else (8, 128)
     return Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
 
 
@@ -222,6 +222,7 @@ class NativeLinear:
             parts = (matrix.codes, halves[0], matrix.zeros, halves[1], matrix.steps, matrix.minimum_steps)
             kept = [None if each is None else each.contiguous() for each in parts]
             self.context.pack_groups(self.address, *map(pointer, kept), pointer(bias))
+            self._bound_values()
 
     def restore(self, parts: dict[str, Tensor]) -> None:
         """Fill the parts from others of the same layer. Raises ValueError if they are not."""
@@ -229,6 +230,15 @@ class NativeLinear:
             raise ValueError(OTHER_PARTS)
         for name, part in parts.items():
             self.parts[name].copy_(part)
+        self._bound_values()
+
+    def _bound_values(self) -> None:
+        """Say which values there may be, where they are codes: few of them are cheaper on AVX2."""
+        lowest, highest = -self.form.offset, (1 << self.form.bits) - 1 - self.form.offset
+        if "table" in self.parts:
+            table, zeros = self.parts["table"], self.parts.get("zeros", torch.zeros(1))
+            lowest, highest = int(table.min()) - int(zeros.max()), int(table.max()) - int(zeros.min())
+        self.struct.lowest, self.struct.highest = lowest, highest
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
