@@ -48,10 +48,12 @@ class Mode:
     name: str
     packing: Packed = Packed("none", 64)
     kv_group: int = 0
+    dtype: torch.dtype = torch.bfloat16
 
 
 MODES = [
     Mode("bf16"),
+    Mode("float32", dtype=torch.float32),  # of a file that is quantized: its weights dequantized
     Mode("bf16, KV int8 by 64", kv_group=64),
     Mode("bf16, KV int8 by 8", kv_group=8),
     Mode("w8a8", Packed("w8a8", 64)),
@@ -84,7 +86,7 @@ def read(files: ModelFiles, mode: Mode, windows: torch.Tensor) -> Iterator[torch
     """The log probabilities of each window's next tokens."""
     config = read_config(files.config)
     packing = {} if config.packed is not None else asdict(mode.packing)
-    backend = choose_backend(torch.bfloat16, CPU)
+    backend = choose_backend(mode.dtype, CPU)
     model = Decoder(config, load_weights(files.weights, config, backend, **packing), backend)
     return next_token_logs(model, windows, kv_group=mode.kv_group)
 

@@ -208,7 +208,12 @@ def random_model(backend: CudaBackend, name: str, quantization: str) -> Decoder:
         return random_linear(backend, *sizes[layer], mode, is_gated=layer == "gate, up")
 
     layers = [
-        LayerWeights(Norms(before_attention=ones, before_mlp=ones), make("qkv"), make("output", "none"), backend.make_mlp(make("gate, up"), make("down")))
+        LayerWeights(
+            Norms(before_attention=ones, before_mlp=ones),
+            make("qkv"),
+            make("output", Packed(quantization, 64).of_output),
+            backend.make_mlp(make("gate, up"), make("down")),
+        )
         for _ in range(shape.num_layers)
     ]
     embedding = torch.empty((shape.vocab_size, shape.hidden_size), dtype=backend.dtype, device=backend.device).normal_(std=0.02)

@@ -160,7 +160,7 @@ class EngineSettings(StageSettings):
         "none", description="form of the weights, made at load; activations are then int8, or FP8 with fp8, which needs a GPU: docs/understand/kernels.md"
     )
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
-    quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
+    quantize_attention_output: bool = Field(False, description="with four bits, attention's output projection in four bits too; else it has eight, like w8a8")
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")

@@ -29,6 +29,7 @@ from services.compute.backends.cpu.linear import is_packable
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.config import read_config
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
+from services.compute.weights.gguf_rows import GgufRows
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
@@ -173,9 +174,13 @@ def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> 
                                   (Kind.Q6_K, torch.bfloat16, Grouped), (Kind.IQ3_S, torch.bfloat16, Dense), (Kind.F16, torch.bfloat16, Dense)):  # fmt: skip
         source = GgufSource(Writer(model, tmp_path / f"{kind.name}.gguf").write(kind), dtype, CPU)
         assert isinstance(source.matrix("model.layers.0.mlp.up_proj.", shape), expected)
-        embedding = source.dense("model.embed_tokens.weight", (WIDE["vocab_size"], WIDE["hidden_size"]))
-        assert embedding.dtype == dtype and isinstance(source.tied_head(embedding), expected)
+        shape_of_embedding = (WIDE["vocab_size"], WIDE["hidden_size"])
+        embedding, dense = source.embedding(shape_of_embedding), source.dense("model.embed_tokens.weight", shape_of_embedding)
+        assert isinstance(source.tied_head(embedding, shape_of_embedding), expected)
+        assert isinstance(embedding, torch.Tensor if expected is Dense else GgufRows)
         source.close()
+        ids = torch.tensor([3, 0, 3, WIDE["vocab_size"] - 1])
+        assert embedding[ids].dtype == dtype and torch.equal(embedding[ids], dense[ids])  # the file stays open for it
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.IQ3_S, Kind.F16], ids=lambda kind: kind.name)

@@ -19,6 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 Config = dict[str, Any]  # a parsed config.json
+IN_EIGHT_BITS = {"w4": "w8a8", "nf4": "w8a8"}  # for layers that cost more than others
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,16 @@ class Packed:
 
     quantization: str
     group: int
-    attention_output: bool = False  # whether attention's output projection is quantized too
-    lm_head: bool = False  # whether the LM head has four bits, too, where the layers have; else it has eight
+    attention_output: bool = False  # whether it has four bits, where other layers have, and not eight
+    lm_head: bool = False  # the same
 
     @property
     def of_output(self) -> str:
-        """The quantization of attention's output projection."""
-        return self.quantization if self.attention_output else "none"
+        return self.quantization if self.attention_output else IN_EIGHT_BITS.get(self.quantization, self.quantization)
 
     @property
     def of_head(self) -> str:
-        """The quantization of the LM head. In four bits it costs more than any other layer."""
-        return "w8a8" if self.quantization in ("w4", "nf4") and not self.lm_head else self.quantization
+        return self.quantization if self.lm_head else IN_EIGHT_BITS.get(self.quantization, self.quantization)
 
 
 @dataclass(frozen=True, slots=True)

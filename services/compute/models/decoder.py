@@ -7,7 +7,7 @@ Attention alone tells sequences apart.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,15 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, rising: the tokens whose logits will be asked for
 
 
+class Rows(Protocol):
+    """A matrix of which some rows are asked for: a tensor, or one in a file."""
+
+    def __getitem__(self, ids: Tensor, /) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Rows  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: Linear

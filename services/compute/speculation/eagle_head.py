@@ -16,6 +16,7 @@ from torch import Tensor
 from services.compute.backends.backend import Backend, LargestStep, Linear, Workspace
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.models.decoder import Rows
 from services.compute.speculation.eagle_file import EagleWeights
 from services.compute.speculation.medusa import AT_ONCE
 
@@ -32,7 +33,7 @@ class Places:
 class EagleHead:
     """A head on a backend. Its cache has the target's blocks, of one layer."""
 
-    def __init__(self, weights: EagleWeights, embedding: Tensor, own_head: Linear, vocab_size: int, backend: Backend) -> None:
+    def __init__(self, weights: EagleWeights, embedding: Rows, own_head: Linear, vocab_size: int, backend: Backend) -> None:
         """embedding, own_head: the target's, for a head that brings none; vocab_size: of the
         latter."""
         self.config, self.backend = weights.config, backend
@@ -140,6 +141,6 @@ def _bias(tensors: dict[str, Tensor], name: str) -> Tensor:
     return tensors.get(f"self_attn.{name}_proj.bias", weight.new_zeros(len(weight)))
 
 
-def _are_equal(own: Tensor, embedding: Tensor) -> bool:
+def _are_equal(own: Tensor, embedding: Rows) -> bool:
     """Whether a head's embedding need not be kept, because it is the target's."""
-    return own.dtype == embedding.dtype and torch.equal(own, embedding)
+    return isinstance(embedding, Tensor) and own.dtype == embedding.dtype and torch.equal(own, embedding)

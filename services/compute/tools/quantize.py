@@ -25,6 +25,7 @@ from services.compute.tools.calibration.perplexity import perplexity
 from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
 from services.compute.tools.out_folder import open_out_folder, write_model
 from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
+from services.compute.weights.source import EMBEDDING
 from shared.model.files import TOKENIZER_FILES, ModelFiles, open_model
 from shared.model.gguf.parts import parts_of
 from shared.process.errors import StartupError
@@ -106,7 +107,8 @@ def write_config(out: Path, files: ModelFiles, packing: Packed) -> None:
 
 def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Every tensor of the packed checkpoint, by its name."""
-    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    assert isinstance(weights.embedding, torch.Tensor)  # what is quantized was dense
+    tensors = {EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
     packed = {"lm_head.": weights.lm_head}
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."

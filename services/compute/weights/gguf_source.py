@@ -15,8 +15,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
+from services.compute.models.decoder import Rows
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
+from services.compute.weights.gguf_rows import GgufRows
 from services.compute.weights.progress import Progress
+from services.compute.weights.source import EMBEDDING
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
 from shared.process.errors import StartupError
@@ -134,9 +137,16 @@ class GgufSource:
     def has(self, name: str) -> bool:
         return self._translate(name) in self._kinds
 
-    def tied_head(self, embedding: Tensor) -> Matrix:
-        rows, columns = embedding.shape
-        return self.matrix("model.embed_tokens.", (rows, columns))
+    def embedding(self, shape: tuple[int, int]) -> Tensor | GgufRows:
+        info, kind = self._find(EMBEDDING, shape)
+        if self.device.type != "cpu" or not self._is_kept(kind):
+            return self.dense(EMBEDDING, shape)
+        self._read.add(info.name)
+        self._progress.update()
+        return GgufRows(_map_file(info.path), info.offset, shape[0], info.size_bytes // shape[0], kind, self.dtype)
+
+    def tied_head(self, embedding: Rows, shape: tuple[int, int]) -> Matrix:  # noqa: ARG002
+        return self.matrix("model.embed_tokens.", shape)
 
     def close(self) -> None:
         self._progress.close()

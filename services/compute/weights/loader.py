@@ -16,7 +16,7 @@ from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
-from services.compute.models.decoder import ModelWeights
+from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -68,7 +68,7 @@ def load_weights(
     try:
         if quantization != "none" or attention_output or lm_head:
             check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output")
-        embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        embedding = source.embedding((config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):
             layers.append(loader.layer(number))
@@ -186,12 +186,12 @@ class Loader:
         weight = self.source.dense(name, (size,))
         return weight if self.config.packed is not None else (weight.float() + self.config.norm_offset).to(weight.dtype)
 
-    def head(self, embedding: Tensor) -> Linear:
+    def head(self, embedding: Rows) -> Linear:
         """The last layer: where the embedding is tied, the embedding's own values, packed once
         more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
-            return self.backend.make_linear(self.source.tied_head(embedding), quantization=self.packing.of_head, group=self.packing.group)
+            return self.backend.make_linear(self.source.tied_head(embedding, shape), quantization=self.packing.of_head, group=self.packing.group)
         return self.linear("lm_head.", ["lm_head."], [shape], False, quantization=self.packing.of_head)
 
     def linear(

@@ -10,8 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
+from services.compute.models.decoder import Rows
 from services.compute.weights.formats import Format, StoredLayer, read_format
 from services.compute.weights.progress import Progress
+from services.compute.weights.source import EMBEDDING
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
@@ -139,7 +141,11 @@ class SafetensorsSource:
         self.kept[kept.how] += 1
         return kept.matrix
 
-    def tied_head(self, embedding: Tensor) -> Matrix:
+    def embedding(self, shape: tuple[int, int]) -> Tensor:
+        return self.dense(EMBEDDING, shape)
+
+    def tied_head(self, embedding: Rows, shape: tuple[int, int]) -> Matrix:  # noqa: ARG002
+        assert isinstance(embedding, Tensor)
         return Dense(embedding)
 
     def parts(self, prefix: str) -> dict[str, Tensor]:

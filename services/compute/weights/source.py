@@ -7,6 +7,9 @@ from typing import Protocol
 import torch
 
 from services.compute.backends.matrix import Matrix
+from services.compute.models.decoder import Rows
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class WeightSource(Protocol):
@@ -25,7 +28,11 @@ class WeightSource(Protocol):
         ...
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor in the model's dtype on its device: an embedding, a norm, a bias."""
+        """A tensor in the model's dtype on its device: a norm, a bias."""
+        ...
+
+    def embedding(self, shape: tuple[int, int]) -> Rows:
+        """The embedding [vocab, hidden]: dense, or as the file has it."""
         ...
 
     def has(self, name: str) -> bool:
@@ -37,9 +44,8 @@ class WeightSource(Protocol):
         the file has it."""
         ...
 
-    def tied_head(self, embedding: torch.Tensor) -> Matrix:
-        """The embedding [vocab, hidden], which was read as `dense`, as the matrix of a tied LM
-        head."""
+    def tied_head(self, embedding: Rows, shape: tuple[int, int]) -> Matrix:
+        """The embedding [vocab, hidden], which was read before, as the matrix of a tied LM head."""
         ...
 
     def close(self) -> None: ...

@@ -239,8 +239,8 @@ struct Kernels {
                   int8_t* out, float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
   void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t flip, int8_t* out, float* scales);
-  // of activations and scales
-  void (*sum_groups)(const Gemm&, int32_t* sums, float* shifts, float* totals);
+  // of activations and scales, which are shortened
+  void (*sum_groups)(const Gemm&, float* scales, int32_t* sums, float* shifts, float* totals);
   void (*add_rows)(const Addition&);
   int64_t (*attention_workspace)(const Attention&);  // bytes
   // the most of all steps of so many tokens, with no longer context

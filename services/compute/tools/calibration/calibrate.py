@@ -18,7 +18,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
-from services.compute.backends.matrix import Dense, Matrix
+from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.cache.kv_cache import KVCache
@@ -29,6 +29,7 @@ from services.compute.tools.calibration.rounding import round_four_bit
 from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
 from services.compute.tools.calibration.simulation import Form, ObservedLinear, SimulatedLinear, quantize_matrix
 from services.compute.weights.loader import Loader
+from services.compute.weights.source import EMBEDDING
 
 WINDOWS_AT_ONCE = 4
 
@@ -62,7 +63,7 @@ class Calibration:
         self.packing = packing
         self.form = Form(packing.quantization, packing.group)
         self.num_rows = windows.numel()
-        embedding = loader.source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        embedding = loader.source.dense(EMBEDDING, (config.vocab_size, config.hidden_size))
         norm = loader.norm("model.norm.weight", config.hidden_size)
         self.decoder = Decoder(config, ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)), loader.backend)
         self.batches = [whole_windows(part) for part in torch.split(windows, WINDOWS_AT_ONCE)]
@@ -76,6 +77,7 @@ class Calibration:
         with logging_redirect_tqdm():  # lines of log go above the bars
             layers = [self._layer(number) for number in numbers]
         weights = self.decoder.weights
+        assert isinstance(weights.embedding, Tensor)
         # before its float32 values are scaled, where they are the head's
         embedding = weights.embedding.bfloat16()
         norm, head = self._head(weights.norm, weights.lm_head)
@@ -95,10 +97,10 @@ class Calibration:
         down.scale(find_scales(down.rows, down.weight, self.form))
         fold_into_up(gate_up, down.scales)
         norms = replace(layer.norms, before_attention=self._fold(layer.norms.before_attention, qkv), before_mlp=self._fold(layer.norms.before_mlp, gate_up))
-        matrices = [round_layer(each, self.form) for each in (qkv, gate_up, down)]
-        matrices.insert(1, round_layer(output, self.form) if self.packing.attention_output else Dense(output.weight))
         linears = [qkv, output, gate_up, down]
-        simulated = [simulate(matrix, each, self.form) for matrix, each in zip(matrices, linears, strict=True)]
+        forms = [self.form, Form(self.packing.of_output, self.packing.group), self.form, self.form]
+        matrices = [round_layer(each, form) for each, form in zip(linears, forms, strict=True)]
+        simulated = [simulate(matrix, each, form) for matrix, each, form in zip(matrices, linears, forms, strict=True)]
         self.states = self._run(number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:])))
         packed = [self._pack(matrix, each) for matrix, each in zip(matrices, linears, strict=True)]
         kept = {each.name: getattr(norms, each.name) for each in fields(Norms)}
@@ -142,6 +144,4 @@ def round_layer(linear: ObservedLinear, form: Form) -> Matrix:
 
 def simulate(matrix: Matrix, linear: TorchLinear, form: Form) -> TorchLinear:
     """The layer as it will compute, in float32."""
-    if isinstance(matrix, Dense):
-        return TorchLinear(matrix.weight, linear.bias, is_gated=linear.is_gated, activation=linear.activation)
     return SimulatedLinear(matrix, linear.bias, form, is_gated=linear.is_gated, activation=linear.activation)
