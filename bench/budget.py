@@ -98,16 +98,18 @@ class Part:
         return getattr(self.part, name)
 
 
-def ceilings() -> dict[str, float]:
-    """Operations/s of all threads, by type of number; empty without a compiler or the instructions."""
+def ceilings() -> tuple[dict[str, float], float]:
+    """Operations/s of all threads, by type of number, and the clock's rate in Hz; empty and 0 without a compiler."""
     compiler = find_compiler()
     if compiler is None:
-        return {}
+        return {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "ceiling"
         subprocess.run([compiler, "-O2", "-std=c++17", str(Path(__file__).with_name("ceiling.cpp")), "-o", str(program)], check=True)
         found = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
-    return {name: float(rate) * torch.get_num_threads() for name, rate in map(str.split, found.splitlines())}
+    rates = {name: float(rate) for name, rate in map(str.split, found.splitlines())}
+    hertz = rates.pop("hertz")
+    return {name: rate * torch.get_num_threads() for name, rate in rates.items()}, hertz
 
 
 def run(engine: Engine, case: Case, timer: Timer) -> list[Step]:
@@ -192,10 +194,10 @@ def main() -> None:
     decoder.stack = None
     cache = apart.runner.kv_cache
     kv_token_bytes = sum(layer.nbytes for layer in cache.layers) // (cache.num_blocks * cache.block_size)
-    bandwidth, rates = read_bandwidth(), ceilings()
+    bandwidth, (rates, hertz) = read_bandwidth(), ceilings()
     print(
         f"{torch.get_num_threads()} threads; reading {bandwidth / 1e9:.1f} GB/s; "
-        + ", ".join(f"{name} {rate / 1e9:,.0f} GOP/s" for name, rate in rates.items())
+        + ", ".join(f"{name} {rate / 1e9:,.0f} GOP/s, {rate / hertz / torch.get_num_threads():.0f} a cycle and core" for name, rate in rates.items())
     )
     least = [floors(decoder, case, bandwidth, rates, kv_token_bytes) for case in args.cases]
     parts_of(decoder, timer)

@@ -1,8 +1,9 @@
 """How fast is each kernel, beside torch's and beside the machine's ceilings? Every layer of two models' shapes, and attention.
 
-Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data; the median of --rounds. GB/s counts the
-weights' bytes once, GOP/s two operations a multiplication. The ceilings are measured in the same run: reading 1 GiB with all threads, and the
-best GEMM rate seen. Layers are used in turn from several copies, as a model does, so that weights come from memory and not from a cache.
+Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data; the median of --rounds. GB/s counts the weights'
+bytes once, GOP/s two operations a multiplication; beside it, operations a cycle and core. The ceilings are measured in the same run: reading 1 GiB
+with all threads, and the best GEMM rate seen. Layers are used in turn from several copies, as a model does, so that weights come from memory and not
+from a cache.
 
     python -m bench.kernels [--shape qwen2.5-0.5b] [--rows 1 4 16 64 256 1024]
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bench.budget import ceilings
 from bench.model import read_bandwidth, stored_bytes
 from services.compute.backends.backend import Backend
 from services.compute.backends.choose import choose_backend
@@ -44,10 +46,10 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure_layers(backend: Backend, shape: Shape, rows: list[int], rounds: int) -> float:
-    """Prints a table. Returns the best rate, in operations/s."""
+def measure_layers(backend: Backend, shape: Shape, rows: list[int], rounds: int, cycles: float) -> float:
+    """Prints a table. cycles: of all threads, a second; 0: not known. Returns the best rate, in operations/s."""
     best = 0.0
-    print(f"{'layer':10}{'rows':>6}{'torch bf16, us':>16}" + "".join(f"{mode:>30}" for mode in QUANTIZATIONS))
+    print(f"{'layer':10}{'rows':>6}{'torch bf16, us':>16}" + "".join(f"{mode:>36}" for mode in QUANTIZATIONS))
     for name, (n, k) in layers(shape).items():
         copies = max(1, min(8, COPIES_BYTES // (2 * n * k)))
         weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
@@ -66,8 +68,9 @@ def measure_layers(backend: Backend, shape: Shape, rows: list[int], rounds: int)
                 rate = 2 * count * n * k / medians[mode]
                 best = max(best, rate)
                 gigabytes = stored_bytes(native[mode][0]) / medians[mode] / 1e9
-                cells.append(f"{medians['torch'] / medians[mode]:.2f}x {gigabytes:5.1f} GB/s {rate / 1e9:6,.0f} GOP/s")
-            print(f"{name:10}{count:6}{medians['torch'] * 1e6:16.0f}" + "".join(f"{cell:>30}" for cell in cells), flush=True)
+                a_cycle = f"{rate / cycles:5.0f}" if cycles else ""
+                cells.append(f"{medians['torch'] / medians[mode]:.2f}x {gigabytes:5.1f} GB/s {rate / 1e9:6,.0f} GOP/s{a_cycle}")
+            print(f"{name:10}{count:6}{medians['torch'] * 1e6:16.0f}" + "".join(f"{cell:>36}" for cell in cells), flush=True)
     return best
 
 
@@ -126,9 +129,10 @@ def main() -> None:
     args = parser.parse_args()
     backend = choose_backend(torch.bfloat16, torch.device("cpu"))
     with torch.inference_mode():
-        best = measure_layers(backend, SHAPES[args.shape], args.rows, args.rounds)
+        hertz = ceilings()[1]
+        best = measure_layers(backend, SHAPES[args.shape], args.rows, args.rounds, hertz * torch.get_num_threads())
         measure_attention(backend, SHAPES[args.shape], args.rounds)
-        print(f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} GOP/s")
+        print(f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} GOP/s; clock {hertz / 1e9:.2f} GHz")
 
 
 if __name__ == "__main__":
