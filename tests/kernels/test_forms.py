@@ -88,6 +88,14 @@ def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.T
     return 0.501 * steps @ weight.T + HALF_OF_BF16 * exact.abs() + 1e-5 * (x.double().abs() @ weight.T) + 1e-6
 
 
+def test_values_that_are_all_above_zero() -> None:
+    plain = held("four bits, zeros", 32, 128, 64)
+    matrix, x = replace(plain, zeros=torch.full((32, 2), -10, dtype=torch.int8)), randn(9, 128, seed=1)
+    exact = x.double() @ matrix.dequantize(torch.float64).T
+    found = native_backend().make_linear(matrix)(x)
+    assert ((found.double() - exact).abs() <= largest_error(x, matrix, exact)).all()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @given(
     rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 400), group=st.sampled_from([16, 32, 64, 128]), has_bias=st.booleans(),

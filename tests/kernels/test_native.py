@@ -317,7 +317,9 @@ def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: di
         Engine(tmp_path, dtype=torch.float32)
     with pytest.raises(StartupError, match="quantized already"):
         Engine(tmp_path, dtype=torch.bfloat16, quantization="nf4" if quantization != "nf4" else "w4")
-    if not options:
+    if quantization == "w8a8":  # all of it has eight bits: the options are of four
+        assert Engine(tmp_path, dtype=torch.bfloat16, attention_output=True, lm_head=True).generate(prompts, 12) == expected
+    elif not options:
         with pytest.raises(StartupError, match="quantized already, without it"):
             Engine(tmp_path, dtype=torch.bfloat16, attention_output=True)
         with pytest.raises(StartupError, match="--quantize-lm-head: .* quantized already, without it"):

@@ -1,5 +1,6 @@
-"""An embedding that stays as the file has it. Dense, it would take three to four times the memory,
-and of a small model more than all layers: 525 of 1,290 MB in the shape llama-3.2-1b in Q4_K_M."""
+"""An embedding that stays as the file has it. Dense, it would take two to four times the memory, in
+a small model nearly as much as all layers: 525 MB in the shape llama-3.2-1b, whose file in Q4_K_M has
+802."""
 
 import mmap
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ class GgufRows:
     dtype: torch.dtype
 
     def __getitem__(self, ids: Tensor, /) -> Tensor:
-        """ids: [T] int64. Returns [T, columns] in `dtype`. Raises IndexError for a row that is not
-        there."""
+        """ids: [T] int64, one at least. Returns [T, columns] in `dtype`."""
         rows = np.frombuffer(self.data, np.uint8, self.num_rows * self.row_bytes, self.offset).reshape(self.num_rows, self.row_bytes)
         return torch.from_numpy(gguf.dequantize(rows[ids.numpy()], self.kind)).to(self.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, Norms
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
-from services.compute.models.config import ModelConfig, Packed
+from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.weights.gguf_source import GgufSource
@@ -59,15 +59,17 @@ def load_weights(
     if config.packed is not None:
         if quantization not in ("none", config.packed.quantization):
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
-        if attention_output and not config.packed.attention_output:
+        has_four_bits = config.packed.quantization in IN_EIGHT_BITS
+        if has_four_bits and attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
-        if lm_head and not config.packed.lm_head:
+        if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
     loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head))
     try:
         if quantization != "none" or attention_output or lm_head:
-            check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output")
+            option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
+            check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else option)
         embedding = source.embedding((config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):

@@ -23,7 +23,7 @@ from tests.kernels.cuda.test_cuda_models import SIZES
 from tests.kernels.families import reference_model
 
 MEMORY = {"aten.empty.memory_format", "aten.empty_like.default", "aten.view.default", "aten.slice.Tensor"}  # taken, and looked at
-VENDORS = {"none": {"aten.matmul.default"}, "w8a8": {"aten._int_mm.default", "aten.matmul.default"}, "w4": {"aten.matmul.default"}}
+VENDORS = {"none": {"aten.matmul.default"}, "w8a8": {"aten._int_mm.default", "aten.matmul.default"}, "w4": {"aten._int_mm.default", "aten.matmul.default"}}
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "repeat_interleave.Tensor")  # the host waits for their results
 DRAWS = (
     SamplingParams(max_tokens=9, temperature=0.0), SamplingParams(max_tokens=9, top_p=0.9, logprobs=2),
@@ -75,8 +75,8 @@ def test_a_recording_holds_kernels_and_memory_and_nothing_else(
     for count in (3, 70):
         runner.run(singles(count))
     assert recorded.seen <= MEMORY | (VENDORS[quantization] | {"aten.numpy_T.default"} if is_variant else set())
-    assert recorded.seen & {"aten.matmul.default"} or not is_variant, "70 rows are multiplied by the vendor's"
-    assert per_step[0] == 2 * (9 if quantization == "none" else 10), "launches a layer, as docs/understand/gpu.md counts them"
+    assert recorded.seen & VENDORS[quantization] or not is_variant, "70 rows are multiplied by the vendor's"
+    assert per_step[0] == 2 * (9 if quantization == "none" else 11), "launches a layer, as docs/understand/gpu.md counts them"
 
 
 def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[str]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.backends.cpu.build import source_id
 from services.compute.backends.cpu.library import Context
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
 from services.compute.backends.cpu.row_math import NativeRowMath
@@ -34,7 +35,7 @@ class CpuBackend:
 
     @property
     def arithmetic(self) -> str:
-        return f"native {self.context.instruction_set}, {self.torch.arithmetic}"
+        return f"native {self.context.instruction_set} {source_id()}, {self.torch.arithmetic}"
 
     def is_kept(self, matrix: Matrix) -> bool:
         return all(map(is_packable, matrix.parts)) if isinstance(matrix, Joined) else is_packable(matrix)

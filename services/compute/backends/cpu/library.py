@@ -2,7 +2,7 @@
 one library serves every version of both.
 
 A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names what to use: auto
-(default), amx, avx512, avx512vnni, avx2, or torch.
+(default), amx, avx512, avx512vnni, avxvnni, avx2, or torch.
 """
 
 import ctypes

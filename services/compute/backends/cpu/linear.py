@@ -52,7 +52,7 @@ class Form:
     group: int = TILE_BYTES  # inputs that share a scale, where kind has groups
     has_zeros: bool = False
     has_minima: bool = False
-    bits: int = 8  # planes: of a code, and what is taken off it
+    bits: int = 8  # planes: of a code, and what is taken off it; in int8 groups, what bounds the values
     offset: int = 128
     has_steps: bool = False
 
@@ -237,7 +237,7 @@ class NativeLinear:
         lowest, highest = -self.form.offset, (1 << self.form.bits) - 1 - self.form.offset
         if "table" in self.parts:
             table, zeros = self.parts["table"], self.parts.get("zeros", torch.zeros(1))
-            lowest, highest = int(table.min()) - int(zeros.max()), int(table.max()) - int(zeros.min())
+            lowest, highest = min(0, int(table.min()) - int(zeros.max())), int(table.max()) - int(zeros.min())
         self.struct.lowest, self.struct.highest = lowest, highest
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
