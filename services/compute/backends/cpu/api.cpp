@@ -119,7 +119,10 @@ const char* penstock_instruction_set(const Context* context) { return context->k
 int64_t penstock_workspace_bytes(const Context* context) {
   int64_t bytes = context->partials.size();
   for (const Room& room : context->rooms) {
-    for (const Workspace* each : {&room.activations, &room.scales, &room.group_sums, &room.group_shifts, &room.group_totals, &room.hidden, &room.gates, &room.unpacked}) bytes += each->size();
+    for (const Workspace* each :
+         {&room.activations, &room.scales, &room.group_sums, &room.group_shifts, &room.group_totals, &room.hidden, &room.gates, &room.unpacked}) {
+      bytes += each->size();
+    }
   }
   return bytes;
 }
