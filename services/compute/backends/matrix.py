@@ -1,5 +1,5 @@
-"""A weight matrix [n, k] before a backend packs it: dense, in int8 by output column, in groups of
-inputs, or in FP8.
+"""A weight matrix [n, k] before a backend packs it: dense, in int8 or four bits by output column, in
+groups of inputs, or in FP8.
 
 It is the form in which a file holds it. A backend packs that form as it is where it can; else the
 matrix is dequantized, and perhaps quantized again.
@@ -72,6 +72,44 @@ class Int8Columns(Coded):
         """Returns [n, k], computed in float32 at least."""
         wide = torch.promote_types(dtype, torch.float32)
         return (self.codes.to(wide) * self.scales.to(wide)[:, None]).to(dtype)
+
+
+MOST_STEPS = 16  # so that step - 1 and the zero fill a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Columns(Coded):
+    """int8 by column, (code - zero) * step, times the column's scale: four-bit codes with a zero and a
+    step for each group of inputs."""
+
+    codes: Tensor  # [n, k] uint8, below 16
+    scales: Tensor  # [n] float32
+    zeros: Tensor  # [n, ceil(k / group)] int8, from 0 to 15
+    steps: Tensor  # the same, from 1 to MOST_STEPS
+    group: int
+
+    def __post_init__(self) -> None:
+        n, k = self.codes.shape
+        of_groups = (n, -(-k // self.group))
+        if self.codes.dtype != torch.uint8 or self.scales.shape != (n,) or (self.zeros.shape, self.steps.shape) != (of_groups, of_groups):
+            raise ValueError(", ".join(map(describe, (self.codes, self.scales, self.zeros, self.steps))) + f": not {self}")
+
+    def __str__(self) -> str:
+        return f"4 bits by column in groups of {self.group}"
+
+    def widened(self) -> Int8Columns:
+        """The same values."""
+        zeros, steps = (each.repeat_interleave(self.group, 1)[:, : self.shape[1]] for each in (self.zeros, self.steps))
+        return Int8Columns((self.codes.to(torch.int8) - zeros) * steps, self.scales)
+
+    def grouped(self) -> "Grouped":
+        """The same with a scale for each group, which float16 rounds."""
+        table = torch.arange(16, dtype=torch.int8, device=self.device)
+        return Grouped(self.codes, (self.steps * self.scales[:, None]).half(), self.group, table, self.zeros)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [n, k], computed in float32 at least."""
+        return self.widened().dequantize(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +230,7 @@ class Float8(Coded):
         return Float8(self.codes, scales, self.group)
 
 
-OneForm = Dense | Int8Columns | Grouped | Float8
+OneForm = Dense | Int8Columns | Int4Columns | Grouped | Float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +281,8 @@ def _join(parts: Sequence[OneForm], dtype: torch.dtype) -> OneForm:
         return _join_float8([each for each in parts if isinstance(each, Float8)])
     if isinstance(first, Dense):
         return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
-    names = ("codes", "scales") if isinstance(first, Int8Columns) else ("codes", *first.by_group())
-    joined: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in names}
+    names = first.by_group() if isinstance(first, Grouped) else () if isinstance(first, Int8Columns) else ("zeros", "steps")
+    joined: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in {"codes", "scales", *names}}
     return replace(first, **joined)
 
 
@@ -264,6 +302,8 @@ def describe(tensor: Tensor) -> str:
 def _are_alike(one: OneForm, other: OneForm) -> bool:
     if isinstance(one, Grouped) and isinstance(other, Grouped):
         return _form(one) == _form(other)
+    if isinstance(one, Int4Columns) and isinstance(other, Int4Columns):
+        return one.group == other.group
     if isinstance(one, Float8) and isinstance(other, Float8):
         return (one.codes.dtype, one.group) == (other.codes.dtype, other.group)
     return type(one) is type(other)

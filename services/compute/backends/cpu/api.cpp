@@ -170,6 +170,28 @@ void penstock_pack_columns(Context*, const Weight* weight, const int8_t* codes, 
   }
 }
 
+// Pack four-bit codes [n][k], one in a byte, with scales [n], and steps and zeros as Weight has them,
+// [n][ceil(k / group)].
+void penstock_pack_int4(Context*, const Weight* weight, const uint8_t* codes, const float* column_scales, const int8_t* steps, const uint16_t* bias) {
+  const Weight& w = *weight;
+  const int64_t groups = (w.k + w.group - 1) / w.group;
+#pragma omp parallel for schedule(static)
+  for (int64_t column = 0; column < w.padded_n; ++column) {
+    const int64_t row = source_row(w, column);
+    int32_t sum = 0;
+    for (int64_t i = 0; row >= 0 && i < w.padded_k; ++i) {
+      const uint8_t of_group = i < groups * w.group ? static_cast<uint8_t>(steps[row * groups + i / w.group]) : 0, zero = of_group >> 4;
+      const uint8_t code = i < w.k ? codes[row * w.k + i] : zero;
+      pack_nibble(w, column, i, code);
+      sum += (code - zero) * ((of_group & 15) + 1);
+    }
+    const_cast<float*>(w.scales)[column] = row >= 0 ? column_scales[row] : 0.0f;
+    const_cast<int32_t*>(w.sums)[column] = sum;
+    pack_numbers(w, column, row, w.group, steps, w.steps);
+    pack_bias(w, column, row, bias);
+  }
+}
+
 // Pack codes [n][k], one in a byte, four-bit or int8, with their groups' scales (float16), zeros
 // and minima (float16; or null), [n][ceil(k / group)]; with steps, and minimum_steps where there are
 // minima, of that shape, scales and minima are of blocks.

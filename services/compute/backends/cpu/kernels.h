@@ -12,17 +12,20 @@ namespace penstock {
 constexpr int64_t kColumns = 16;
 constexpr int64_t kPair = 32;  // columns of the two tiles that are computed together
 
-// Four-bit weights are codes into a table of 16 int8 values. A unit of 64 inputs (32 with groups of
-// 32) of a tile takes half the bytes: in each byte the low four bits are a code of the unit's first
-// half, the high four one of its second. kInt8 has a scale for each column. With kInt8Groups,
-// kFourBit and kPlanes each group of a column's inputs has a scale, and perhaps a zero or a minimum:
-// weight = (value - zero) * scale + minimum.
+// A unit of 64 inputs (32 with groups of 32) of four-bit codes of a tile takes half the bytes: in each
+// byte the low four bits are a code of the unit's first half, the high four one of its second.
+//
+// kInt8 has a scale for each column. So has kInt4, and is computed as kInt8 is: its int8 values are
+// (code - zero) * step, with a zero and a step for each group of a column's inputs.
+//
+// With kFourBit, kInt8Groups and kPlanes each group has a scale, and perhaps a zero or a minimum:
+// weight = (value - zero) * scale + minimum. The values of kFourBit stand in a table of 16 int8.
 //
 // kPlanes are codes of two to six bits, less an offset. A unit of 64 inputs of a tile is a plane of
 // the codes' low four bits (two, of codes of less than four), and one of the bits above, if there
 // are any. A plane of b bits is [8 b][16][4] bytes: the byte [quad][column][i] has in its lowest b
 // bits those of input 4 * quad + i, in the next those of input 4 * (quad + 8 b) + i, and so on.
-enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3, kPlanes = 4 };
+enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kInt4 = 2, kFourBit = 3, kInt8Groups = 4, kPlanes = 5 };
 // What an instruction set multiplies in a GEMM by groups (its kValues): int8 values, or unsigned
 // bytes, which are the values and as much as makes the lowest 0.
 enum ValueKind { kSigned, kUnsigned, kUnsignedIfNarrow };
@@ -30,6 +33,7 @@ enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
 
 constexpr int64_t kBlock = 256;
 
+constexpr bool is_by_columns(int64_t type) { return type == kInt8 || type == kInt4; }
 constexpr bool is_by_groups(int64_t type) { return type >= kFourBit; }
 
 struct Weight {
@@ -42,15 +46,15 @@ struct Weight {
   int64_t is_gated;
   // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; with fewer bits as described above
   const void* data;
-  const float* scales;      // int8: [padded_n]
-  const int32_t* sums;      // int8: [padded_n], of each column's weights
+  const float* scales;      // by columns: [padded_n]
+  const int32_t* sums;      // by columns: [padded_n], of each column's int8 values
   const float* bias;        // [padded_n] or null
-  int64_t group;            // by groups: inputs that share a scale, 16, 32, 64 or 128
-  const int8_t* table;      // four bits: [16]
+  int64_t group;            // by groups: inputs that share a scale, 16, 32, 64 or 128; kInt4: a step
+  const int8_t* table;      // kFourBit: [16]
   // by groups: float16 [padded_n / kPair][padded_k / group][kPair]; with steps, of blocks of
   // kBlock inputs in the place of groups
   const uint16_t* group_scales;
-  const int8_t* zeros;           // four bits: the same, or null; value - zero is an int8
+  const int8_t* zeros;           // kFourBit: the same, or null; value - zero is an int8
   const uint16_t* minima;        // by groups: as group_scales, or null
   int64_t activation;            // Activation, of the gate
   // A layer of several matrices with the same inputs: the one whose outputs come next, or null. With
@@ -59,12 +63,12 @@ struct Weight {
   int64_t is_gate;
   int64_t bits, offset;          // planes: of a code; a value is the code less the offset
   int64_t lowest, highest;       // by groups: values that there may be, less their zeros
-  // by groups: [padded_n / kPair][padded_k / group][kPair], or null; a group's scale is so many of
-  // its block's, and its minimum
+  // [padded_n / kPair][padded_k / group][kPair], or null; by groups: a group's scale is so many of
+  // its block's, and its minimum. kInt4: step - 1 in the low four bits, the zero in the high four
   const int8_t *steps, *minimum_steps;
 
   // of a weight
-  int64_t data_bits() const { return type == kBf16 ? 16 : type == kFourBit ? 4 : type == kPlanes ? bits : 8; }
+  int64_t data_bits() const { return type == kBf16 ? 16 : type == kInt4 || type == kFourBit ? 4 : type == kPlanes ? bits : 8; }
   int64_t tile_bytes() const { return padded_k * kColumns * data_bits() / 8; }
   // of the layer that this is the first matrix of
   int64_t outputs() const { return is_gated ? n / 2 : next == nullptr || is_gate ? n : n + next->outputs(); }
@@ -228,7 +232,7 @@ struct Layers {
 // done; those of rows wait for all threads.
 struct Kernels {
   const char* name;
-  // flips bits of kInt8's activations: -128 where they are multiplied as unsigned bytes, else 0
+  // flips bits of activations for weights by columns: -128 where they are multiplied as unsigned bytes, else 0
   int8_t flip;
   int64_t (*gemm_workspace)(const Gemm&, int64_t threads);  // bytes
   void (*gemm)(const Gemm&);

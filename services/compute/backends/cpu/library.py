@@ -173,6 +173,7 @@ class Context:
         self.reserve_search = function("reserve_search", Int, Int)
         self.pack = function("pack", weight, *[Pointer] * 2)
         self.pack_columns = function("pack_columns", weight, *[Pointer] * 3)
+        self.pack_int4 = function("pack_int4", weight, *[Pointer] * 4)
         self.pack_groups = function("pack_groups", weight, *[Pointer] * 7)
         self.linear = function("linear", weight, *[Pointer] * 2, Float, Int, *[Pointer] * 3)
         self.mlp = function("mlp", weight, weight, *[Pointer] * 2, Float, Int, *[Pointer] * 2)

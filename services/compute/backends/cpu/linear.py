@@ -17,14 +17,14 @@ from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
-from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int8Columns, Joined, Matrix
+from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
-FOUR_BIT_GROUPS = (32, 64, 128)  # with a table
+FOUR_BIT_GROUPS = (32, 64, 128)  # of four-bit codes
 GROUPS = (16, 32, 64, 128)
 OTHER_PARTS = "its parts have other shapes or types"
 
@@ -34,13 +34,14 @@ class Kind(IntEnum):
 
     BF16 = 0
     INT8 = 1
-    FOUR_BIT = 2
-    INT8_GROUPS = 3
-    PLANES = 4
+    INT4 = 2
+    FOUR_BIT = 3
+    INT8_GROUPS = 4
+    PLANES = 5
 
 
 BY_GROUPS = (Kind.FOUR_BIT, Kind.INT8_GROUPS, Kind.PLANES)
-BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}  # planes: Form.bits
+BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.INT4: 4, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}  # planes: Form.bits
 PLANES = range(2, 7)  # bits of codes
 
 
@@ -49,7 +50,7 @@ class Form:
     """How the weights of a layer are packed."""
 
     kind: Kind
-    group: int = TILE_BYTES  # inputs that share a scale, where kind has groups
+    group: int = TILE_BYTES  # inputs that share a scale or a step, where kind has groups
     has_zeros: bool = False
     has_minima: bool = False
     bits: int = 8  # planes: of a code, and what is taken off it; in int8 groups, what bounds the values
@@ -64,12 +65,13 @@ class Form:
     @property
     def unit(self) -> int:
         """Inputs are a multiple of it."""
-        by_groups = max(self.group, BLOCK if self.has_steps else TILE_BYTES)
-        return TILE_BYTES // 2 if self.kind == Kind.BF16 else by_groups
+        return TILE_BYTES // 2 if self.kind == Kind.BF16 else max(self.group, BLOCK if self.has_steps else TILE_BYTES)
 
 
 def is_packable(matrix: Matrix) -> bool:
     """Whether there are kernels that read this form as it is."""
+    if isinstance(matrix, Int4Columns):
+        return matrix.group in FOUR_BIT_GROUPS
     if not isinstance(matrix, Grouped):
         return not isinstance(matrix, Float8)
     table, zeros = matrix.table, matrix.zeros
@@ -114,7 +116,7 @@ def pack_linear(
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
         matrix = quantize_weight(matrix.dequantize(torch.bfloat16), quantization, group)
     is_int8 = isinstance(matrix, Int8Columns) or quantization == "w8a8"
-    form = form_of(matrix) if isinstance(matrix, Grouped) else Form(Kind.INT8 if is_int8 else Kind.BF16)
+    form = form_of(matrix) if isinstance(matrix, Grouped | Int4Columns) else Form(Kind.INT8 if is_int8 else Kind.BF16)
     n, k = matrix.shape
     layer = NativeLinear(context, n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
@@ -140,7 +142,9 @@ def pack_joined(context: Context, matrix: Joined, bias: Tensor | None, *, quanti
     return first
 
 
-def form_of(matrix: Grouped) -> Form:
+def form_of(matrix: Grouped | Int4Columns) -> Form:
+    if isinstance(matrix, Int4Columns):
+        return Form(Kind.INT4, matrix.group)
     kind = Kind.FOUR_BIT if matrix.table is not None else Kind.PLANES if matrix.bits in PLANES else Kind.INT8_GROUPS
     bits, offset = (matrix.bits, -matrix.lowest) if kind == Kind.PLANES else (8, 128)
     return Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
@@ -155,14 +159,15 @@ def restore_linear(context: Context, parts: dict[str, Tensor], n: int, k: int, *
 
 
 def _form_of(parts: dict[str, Tensor]) -> Form:
-    if "group_scales" not in parts:
+    of_groups = parts.get("group_scales", parts.get("steps"))
+    if of_groups is None:
         return Form(Kind.INT8 if "scales" in parts else Kind.BF16)
-    kind = Kind.FOUR_BIT if "table" in parts else Kind.INT8_GROUPS
-    num_groups, num_bits = parts["group_scales"].numel() // PAIR, parts["data"].nbytes * 8 if "data" in parts else 0
-    group = num_bits // BITS[kind] // PAIR // max(num_groups, 1)
-    if group not in (FOUR_BIT_GROUPS if kind == Kind.FOUR_BIT else GROUPS):
+    kind = Kind.FOUR_BIT if "table" in parts else Kind.INT8_GROUPS if "group_scales" in parts else Kind.INT4
+    num_bits = parts["data"].nbytes * 8 if "data" in parts else 0
+    group = num_bits // BITS[kind] // max(of_groups.numel(), 1)
+    if group not in (GROUPS if kind == Kind.INT8_GROUPS else FOUR_BIT_GROUPS):
         raise ValueError(OTHER_PARTS)
-    return Form(kind, group, "zeros" in parts, "minima" in parts)
+    return Form(kind, group) if kind == Kind.INT4 else Form(kind, group, "zeros" in parts, "minima" in parts)
 
 
 class NativeLinear:
@@ -183,12 +188,14 @@ class NativeLinear:
         )
         self.address = ctypes.byref(self.struct)
         self.parts = {"data": mapped_zeros(padded_n * padded_k * form.data_bits // 8)}
-        if form.kind == Kind.INT8:
+        groups = (padded_n // PAIR, padded_k // form.group, PAIR)
+        if form.kind in (Kind.INT8, Kind.INT4):
             self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
+        if form.kind == Kind.INT4:
+            self.parts["steps"] = torch.zeros(groups, dtype=torch.int8)
         if form.kind == Kind.FOUR_BIT:
             self.parts["table"] = torch.zeros(16, dtype=torch.int8)
         if form.kind in BY_GROUPS:
-            groups = (padded_n // PAIR, padded_k // form.group, PAIR)
             of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else groups
             self.parts["group_scales"] = torch.zeros(of_scales, dtype=torch.float16)
             if form.has_zeros:
@@ -214,6 +221,9 @@ class NativeLinear:
         elif isinstance(matrix, Int8Columns):
             codes, scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
             self.context.pack_columns(self.address, codes.data_ptr(), scales.data_ptr(), pointer(bias))
+        elif isinstance(matrix, Int4Columns):
+            columns = [each.contiguous() for each in (matrix.codes, matrix.scales, (matrix.steps - 1) + matrix.zeros * 16)]
+            self.context.pack_int4(self.address, *map(pointer, columns), pointer(bias))
         else:
             assert isinstance(matrix, Grouped)
             if matrix.table is not None:

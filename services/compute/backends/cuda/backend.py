@@ -17,7 +17,7 @@ from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_reada
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
@@ -69,6 +69,8 @@ class CudaBackend:
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
+        if isinstance(matrix, Int4Columns):
+            matrix = matrix.grouped()
         return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002

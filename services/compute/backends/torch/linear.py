@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Linear
-from services.compute.backends.matrix import Float8, Grouped, Int8Columns
+from services.compute.backends.matrix import Float8, Grouped, Int4Columns, Int8Columns
 from services.compute.backends.torch.reference import gated, linear, quantize_float8, quantize_groups, rms_norm
 
 
@@ -36,9 +36,9 @@ class QuantizedTorchLinear(TorchLinear):
     for each column, and for each row and group where weights have groups.
     """
 
-    def __init__(self, matrix: Int8Columns | Grouped | Float8, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
+    def __init__(self, matrix: Int8Columns | Int4Columns | Grouped | Float8, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
         super().__init__(matrix.dequantize(torch.float64), bias, is_gated=is_gated, activation=activation)
-        self.group = matrix.shape[1] if isinstance(matrix, Int8Columns) else matrix.group
+        self.group = matrix.group if isinstance(matrix, Grouped | Float8) else matrix.shape[1]
         self.quantize = quantize_float8 if isinstance(matrix, Float8) else quantize_groups
 
     def multiply(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Joined, Matrix, concatenate
+from services.compute.backends.matrix import MOST_STEPS, SLICE, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
 
 # rows of a product: with a multiple of it, a row's bits do not depend on how many there are (below,
 # the libraries take other instructions for a few rows, and for the last ones)
@@ -61,15 +61,17 @@ def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, : x.shape[-1]], largest / FLOAT8_LARGEST
 
 
-def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Grouped | Float8:
-    """`w8a8`: int8 by column; `fp8`: e4m3 by column; or four bits, see quantize_four_bit. weight:
+def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Int4Columns | Grouped | Float8:
+    """`w8a8`: int8 by column; `fp8`: e4m3 by column; `w4`: quantize_int4; `nf4`: quantize_nf4. weight:
     [n, k]. Some rows at a time: in float32 the whole would take several times its own memory."""
     k = weight.shape[1]
 
     def quantize(part: Tensor) -> Matrix:
         if quantization == "w8a8":
             return Int8Columns(*quantize_rows(part))
-        return Float8(*quantize_float8(part, k), k) if quantization == "fp8" else quantize_four_bit(part, quantization, group)
+        if quantization == "fp8":
+            return Float8(*quantize_float8(part, k), k)
+        return quantize_int4(part, group) if quantization == "w4" else quantize_nf4(part, group)
 
     whole = concatenate([quantize(part) for part in torch.split(weight, max(1, SLICE // k))], weight.dtype)
     assert not isinstance(whole, Dense | Joined)
@@ -82,25 +84,66 @@ NF4 = (
     -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.091050036, 0.0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 )  # fmt: skip
-FOUR_BIT_TABLES = {"w4": tuple(range(-8, 8)), "nf4": tuple(round(127 * value) for value in NF4)}
+NF4_TABLE = tuple(round(127 * value) for value in NF4)
 
 
-def quantize_four_bit(weight: Tensor, kind: str, group: int) -> Grouped:
-    """`w4`: 16 even steps from each group's smallest to its largest weight, with 0 on a step;
-    `nf4`: NF4's values, rounded to int8, times the largest magnitude. weight: [n, k]."""
+def quantize_nf4(weight: Tensor, group: int) -> Grouped:
+    """NF4's values, rounded to int8, times each group's largest magnitude. weight: [n, k]."""
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
-    table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.int8, device=weight.device)
-    if kind == "nf4":
-        scales = (groups.abs().amax(-1) / 127.0).clamp(min=1e-7).half()
-        middles = (table[1:].float() + table[:-1].float()) / 2
-        codes = torch.bucketize(groups / scales.float()[..., None], middles)
-        return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table)
+    table = torch.tensor(NF4_TABLE, dtype=torch.int8, device=weight.device)
+    scales = (groups.abs().amax(-1) / 127.0).clamp(min=1e-7).half()
+    middles = (table[1:].float() + table[:-1].float()) / 2
+    codes = torch.bucketize(groups / scales.float()[..., None], middles)
+    return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table)
+
+
+# of a column's smallest scale: larger ones may bring the groups' steps nearer to whole numbers
+SCALE_FACTORS = tuple(1.0 + number / 40 for number in range(9))
+
+
+def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
+    """Sixteen even steps over about each group's range, 0 among them, each a whole multiple of the
+    column's scale. The step, and the zero, with the least sum of the errors' third powers: squares
+    would clip the largest weights, which matter most. weight: [n, k]."""
+    n, k = weight.shape
+    groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
-    scales = ((high - low) / 15.0).clamp(min=1e-7).half()
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (groups / scales.float()[..., None]).round().add(zeros[..., None]).clamp(0, 15)
-    return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table, (zeros - 8).to(torch.int8))
+    even = ((high - low) / 15.0).clamp(min=1e-7)
+    scales = choose_scales(even, torch.maximum(-low, high))[:, None]
+    found: list[Tensor] = []
+    for more in (-1, 0, 1):
+        steps = ((even / scales).floor() + more).clamp(1, MOST_STEPS)
+        unit = steps * scales
+        for zeros in ((-low / unit).round().clamp(0, 15), (15 - (high / unit).round()).clamp(0, 15)):
+            codes = round_int4(groups, steps, zeros, scales)
+            losses = ((codes - zeros[..., None]) * unit[..., None] - groups).abs().pow(3).sum(-1)
+            one = [losses, codes, zeros, steps]
+            found = [torch.where(_like(losses < found[0], a), a, b) for a, b in zip(one, found, strict=True)] if found else one
+    codes, zeros, steps = found[1:]
+    return Int4Columns(codes.to(torch.uint8).view(n, -1)[:, :k], scales[:, 0], zeros.to(torch.int8), steps.to(torch.int8), group)
+
+
+def choose_scales(even: Tensor, reach: Tensor) -> Tensor:
+    """Scales [n] of columns over which their groups' even steps are most nearly whole, none more than
+    MOST_STEPS, and with which int8 reaches the largest magnitudes. even, reach: [n, groups]."""
+    least = torch.maximum(reach / 127.0, even / MOST_STEPS).amax(-1, keepdim=True)
+    factors = torch.tensor(SCALE_FACTORS, device=even.device)
+    scales = (least * factors)[..., None]  # [n, factors, 1]
+    errors = ((even[:, None] / scales).round().clamp(1, MOST_STEPS) * scales - even[:, None]).square().sum(-1)
+    return least[:, 0] * factors[errors.argmin(-1)]
+
+
+def round_int4(weights: Tensor, steps: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """The codes, as floats, of weights [..., group] whose products with steps are int8. steps, zeros:
+    [...], zeros from 0 on."""
+    most = (127.0 / steps).floor()
+    lowest, highest = zeros - torch.minimum(zeros, most), zeros + torch.minimum(15.0 - zeros, most)
+    return (weights / (steps * scales)[..., None] + zeros[..., None]).round().clamp(lowest[..., None], highest[..., None])
+
+
+def _like(mask: Tensor, other: Tensor) -> Tensor:
+    return mask if mask.dim() == other.dim() else mask[..., None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

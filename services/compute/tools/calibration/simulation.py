@@ -19,7 +19,7 @@ class Form:
     """How a layer will be quantized."""
 
     kind: str  # w8a8, w4 or nf4
-    group: int = 64  # inputs that share a scale, with four bits
+    group: int = 64  # inputs that share a scale or a step, with four bits
 
 
 def quantize_matrix(weight: Tensor, form: Form) -> Matrix:
@@ -29,8 +29,8 @@ def quantize_matrix(weight: Tensor, form: Form) -> Matrix:
 
 def quantize_inputs(x: Tensor, form: Form) -> Tensor:
     """x [T, k] rounded as the layer rounds it, in float32: with a scale for each row, and for each
-    group where the weights have groups."""
-    size = x.shape[1] if form.kind == "w8a8" else form.group
+    group where the weights have scales by group."""
+    size = form.group if form.kind == "nf4" else x.shape[1]
     codes, scales = quantize_groups(x, size)
     return codes.float() * scales.repeat_interleave(size, 1)[:, : x.shape[1]]
 
