@@ -59,8 +59,8 @@ MODES = [
     Mode("w8a8", Packed("w8a8", 64)),
     Mode("w8a8, KV int8 by 64", Packed("w8a8", 64), kv_group=64),
     *(Mode(f"w4, groups of {group}", Packed("w4", group)) for group in (32, 64, 128)),
-    Mode("w4, groups of 64, LM head too", Packed("w4", 64, lm_head=True)),
-    Mode("nf4, groups of 64", Packed("nf4", 64)),
+    Mode("w4, groups of 32, LM head too", Packed("w4", 32, lm_head=True)),
+    *(Mode(f"nf4, groups of {group}", Packed("nf4", group)) for group in (32, 64)),
 ]
 
 

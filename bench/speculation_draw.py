@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often a draft and its model draw the same token.")
     parser.add_argument("--model", help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)")
-    parser.add_argument("--draft", default="w4, groups of 64", help="a mode of bench.quality, or a checkpoint of penstock quantize (default: %(default)s)")
+    parser.add_argument("--draft", default="w4, groups of 32", help="a mode of bench.quality, or a checkpoint of penstock quantize (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="of prose (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=4, help="seeds for each position (default: %(default)s)")
     args = parser.parse_args()

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, OneForm
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
 from services.compute.backends.torch.reference import (
     FLOAT8_LARGEST,
     kv_row_size,
     norm_heads,
-    quantize_four_bit,
+    quantize_nf4,
     quantize_rows,
     quantize_weight,
     read_kv,
@@ -70,7 +70,8 @@ def make_matrix(weight: Tensor, form: str, group: int) -> OneForm:
     if form == "none":
         return Dense(weight)
     if form in ("w8a8", "w4", "nf4", "fp8"):
-        return quantize_weight(weight, form, group)
+        matrix = quantize_weight(weight, form, group)
+        return matrix.grouped() if isinstance(matrix, Int4Columns) else matrix
     n, k = weight.shape
     if form == "fp8 blocks":  # of half as many outputs as inputs
         height = group // 2
@@ -79,7 +80,7 @@ def make_matrix(weight: Tensor, form: str, group: int) -> OneForm:
         return Float8((weight.float() / spread * FLOAT8_LARGEST).to(torch.float8_e4m3fn), largest / FLOAT8_LARGEST, group, height)
     minima = randn(n, -(-k // group), seed=9, scale=0.1).half()
     if form == "w4 with minima":
-        four = quantize_four_bit(weight, "nf4", group)
+        four = quantize_nf4(weight, group)
         return Grouped(four.codes, four.scales, group, torch.arange(16, dtype=torch.int8), minima=minima)
     codes, scales = quantize_rows(torch.nn.functional.pad(weight, (0, -k % group)).view(n, -1, group))
     return Grouped(codes.flatten(1)[:, :k], scales.half(), group, minima=minima if "minima" in form else None)
@@ -92,6 +93,7 @@ def moved(matrix: OneForm, device: torch.device) -> OneForm:
         return Int8Columns(matrix.codes.to(device), matrix.scales.to(device))
     if isinstance(matrix, Float8):
         return Float8(matrix.codes.to(device), matrix.scales.to(device), matrix.group, matrix.height)
+    assert isinstance(matrix, Grouped)
     table = matrix.table.to(device) if matrix.table is not None else None
     parts: dict[str, Any] = {name: each.to(device) for name, each in matrix.by_group().items()}
     return replace(matrix, codes=matrix.codes.to(device), table=table, **parts)

@@ -163,7 +163,7 @@ def add_quantize(quantize: argparse.ArgumentParser) -> None:
         default="w8a8",
         help="default: %(default)s; for fp8 on a GPU, quantize at load: penstock up --quantization fp8",
     )
-    quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
+    quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=32, help="inputs that share a step (w4) or a scale (nf4) (default: %(default)s)")
     quantize.add_argument("--attention-output", action="store_true", help="with four bits, attention's output projection in four bits too; else it has eight")
     quantize.add_argument("--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight")
     quantize.add_argument(

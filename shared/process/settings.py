@@ -159,7 +159,7 @@ class EngineSettings(StageSettings):
     quantization: Literal["none", "w8a8", "w4", "nf4", "fp8"] = Field(
         "none", description="form of the weights, made at load; activations are then int8, or FP8 with fp8, which needs a GPU: docs/understand/kernels.md"
     )
-    quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
+    quantization_group: Literal["32", "64", "128"] = Field("32", description="inputs that share a step (w4) or a scale (nf4)")
     quantize_attention_output: bool = Field(False, description="with four bits, attention's output projection in four bits too; else it has eight, like w8a8")
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.compute.backends.choose import choose_backend
-from services.compute.backends.matrix import Grouped
+from services.compute.backends.matrix import Grouped, Int4Columns
 from services.compute.backends.torch.linear import TorchLinear
-from services.compute.backends.torch.reference import quantize_four_bit, rms_norm
+from services.compute.backends.torch.reference import quantize_weight, rms_norm
 from services.compute.models.config import Packed, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.tools.calibration.calibrate import calibrate, observe
@@ -54,9 +54,8 @@ def test_no_column_is_rounded_worse_than_to_nearest(n: int, k: int, rank: int, r
     generator = torch.Generator().manual_seed(seed)
     x, weight = correlated(rows, k, rank, generator), torch.randn(n, k, generator=generator)
     gram = x.T @ x
-    found, nearest = round_four_bit(weight, gram, kind, group), quantize_four_bit(weight, kind, group)
-    assert isinstance(found, Grouped) and found.codes.max() < 16
-    assert (found.zeros is None) == (nearest.zeros is None)
+    found, nearest = round_four_bit(weight, gram, kind, group), quantize_weight(weight, kind, group)
+    assert isinstance(found, Int4Columns if kind == "w4" else Grouped) and found.codes.max() < 16
     errors = [objectives(each.dequantize(torch.float32), weight, gram) for each in (found, nearest)]
     assert (errors[0] <= errors[1]).all()
     direct = ((x @ (found.dequantize(torch.float32) - weight).T) ** 2).sum(0)
@@ -69,7 +68,7 @@ def test_rounding_by_second_order_more_than_halves_the_error_of_correlated_input
     x, weight = correlated(2000, 256, 40, generator), torch.randn(128, 256, generator=generator)
     gram = x.T @ x
     errors = [
-        objectives(each.dequantize(torch.float32), weight, gram).sum() for each in (round_four_bit(weight, gram, kind, 64), quantize_four_bit(weight, kind, 64))
+        objectives(each.dequantize(torch.float32), weight, gram).sum() for each in (round_four_bit(weight, gram, kind, 64), quantize_weight(weight, kind, 64))
     ]
     assert errors[0] < 0.5 * errors[1]
 
@@ -172,7 +171,7 @@ def test_a_calibrated_checkpoint_loads_serves_and_is_nearer(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["size", "before", quantization, "written"]
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
-    assert config.packed == Packed(quantization, 64)
+    assert config.packed == Packed(quantization, 32)
     backend = choose_backend(torch.bfloat16, CPU)
     models = [Decoder(config, load_weights(tmp_path, config, backend), backend)]
     dense = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
@@ -197,14 +196,14 @@ def test_the_lm_head_keeps_eight_bits_unless_asked(tmp_path: Path, capsys: pytes
         folder = tmp_path / str(lm_head)
         assert main(["quantize", "demo", str(folder), "--quantization", "w4", *(["--lm-head"] if lm_head else [])]) == 0
         packed = read_config(json.loads((folder / "config.json").read_text()))
-        assert packed.packed == Packed("w4", 64, lm_head=lm_head)
+        assert packed.packed == Packed("w4", 32, lm_head=lm_head)
         assert perplexity(Decoder(packed, load_weights(folder, packed, backend), backend), windows) == found[lm_head]
     assert found[False] != found[True]
     sizes = [(tmp_path / str(lm_head) / "model.safetensors").stat().st_size for lm_head in (False, True)]
     assert sizes[0] > sizes[1]
     config_json = json.loads((tmp_path / "True" / "config.json").read_text())
     del config_json["quantization_config"]["lm_head"]
-    assert read_config(config_json).packed == Packed("w4", 64, lm_head=True)  # as it was written before the head had a rule of its own
+    assert read_config(config_json).packed == Packed("w4", 32, lm_head=True)  # as it was written before the head had a rule of its own
 
 
 @pytest.mark.parametrize(

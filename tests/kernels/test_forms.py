@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.compute.backends.cpu.linear import NativeLinear, is_packable
-from services.compute.backends.matrix import BLOCK, Dense, Grouped, Int8Columns, Joined, Matrix, concatenate
+from services.compute.backends.matrix import BLOCK, MOST_STEPS, Dense, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
+from services.compute.backends.torch.reference import gated, quantize_groups, quantize_int4, quantize_rows, rms_norm
 from services.compute.models.config import Packed, read_config
 from services.compute.weights.loader import Loader
 from shared.model.files import DEMO_MODEL
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 
 RESTORED = (
     "int8 columns",
+    "four bits by column",
     "int8 groups",
     "int8 groups, minima",
     "four bits",
@@ -45,11 +46,13 @@ FORMS = (*RESTORED, "four bits, steps", *PLANES)
 HALF_OF_BF16 = 2.0**-8
 
 
-def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | Grouped:
+def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | Int4Columns | Grouped:
     """A matrix [n, k] of random codes, and scales between 0.01 and 0.02. With a table, groups are of 32 at least."""
     generator = torch.Generator().manual_seed(seed)
     group = max(group, 32) if form.startswith(("four", "any")) and group == 16 else group
     groups = (n, -(-k // group))
+    if form == "four bits by column":
+        return held_by_column(n, k, group, generator)
     if "steps" in form:
         return held_in_steps(form, n, k, group, generator)
     scales = (0.01 + 0.01 * torch.rand(groups, generator=generator)).half()
@@ -67,6 +70,15 @@ def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | 
     return Grouped(torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator), scales, group, table.to(torch.int8), zeros, minima)
 
 
+def held_by_column(n: int, k: int, group: int, generator: torch.Generator) -> Int4Columns:
+    """With any steps and zeros, and codes as far from these as int8 reaches."""
+    groups = (n, -(-k // group))
+    steps, zeros = (torch.randint(low, low + 16, groups, dtype=torch.int8, generator=generator) for low in (1, 0))
+    most, middle = ((each.repeat_interleave(group, 1)[:, :k].int()) for each in (127 // steps, zeros))
+    codes = torch.randint(0, 16, (n, k), generator=generator).clamp(middle - most, middle + most).to(torch.uint8)
+    return Int4Columns(codes, (0.01 + 0.01 * torch.rand(n, generator=generator)) / MOST_STEPS, zeros, steps, group)
+
+
 def held_in_steps(form: str, n: int, k: int, group: int, generator: torch.Generator) -> Grouped:
     """With scales that are up to 127 times those of blocks of 256, in both directions."""
     blocks, groups = (n, -(-k // BLOCK)), (n, -(-k // group))
@@ -79,7 +91,7 @@ def held_in_steps(form: str, n: int, k: int, group: int, generator: torch.Genera
     return Grouped(codes, scales, group, table, None, minima, bits, lowest, steps, minimum_steps if minima is not None else None)
 
 
-def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
+def largest_error(x: torch.Tensor, matrix: Int8Columns | Int4Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
     """The most that a layer's result may differ from the exact product of x and the dequantized weights: half a step of int8 in each activation, the
     result's rounding to bf16, and float32's in the sums."""
     group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
@@ -116,6 +128,32 @@ def test_a_layer_of_any_form(form: str, rows: int, n: int, k: int, group: int, h
     assert torch.allclose(found.double(), expected.double(), rtol=HALF_OF_BF16, atol=1e-5 * float(exact.abs().max() + 1))
     alone = torch.cat([layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None) for row in range(rows)])
     assert torch.equal(found, alone)
+
+
+@given(rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 1200), group=st.sampled_from([32, 64, 128]), seed=st.integers(0, 99))
+@examples(40)
+def test_four_bits_by_column_are_int8_by_column(rows: int, n: int, k: int, group: int, seed: int) -> None:
+    """The same bits as of the int8 values that they stand for, however many rows there are."""
+    matrix, x = held("four bits by column", n, k, group, seed), randn(rows, k, seed=seed + 1)
+    assert isinstance(matrix, Int4Columns) and matrix.widened().codes.abs().max() <= 127
+    layers = [native_backend().make_linear(each) for each in (matrix, matrix.widened())]
+    assert torch.equal(*(layer(x) for layer in layers))
+    assert torch.equal(*(layer.logits(x) for layer in layers))
+
+
+@given(n=st.integers(1, 40), k=st.integers(1, 400), group=st.sampled_from([32, 64, 128]), scale=st.floats(1e-4, 1e3), seed=st.integers(0, 99))
+@examples(40)
+def test_rounding_to_four_bits_by_column(n: int, k: int, group: int, scale: float, seed: int) -> None:
+    """Every number has its range, so that none overflows its byte, and no weight is far off."""
+    weight = scale * randn(n, k, seed=seed).float()
+    found = quantize_int4(weight, group)
+    assert found.codes.max() < 16 and found.zeros.min() >= 0 and found.zeros.max() < 16 and found.steps.min() >= 1 and found.steps.max() <= MOST_STEPS
+    values = (found.codes.int() - found.zeros.repeat_interleave(group, 1)[:, :k]) * found.steps.repeat_interleave(group, 1)[:, :k]
+    assert values.abs().max() <= 127 and torch.equal(values.to(torch.int8), found.widened().codes)
+    error = (found.dequantize(torch.float32) - weight).abs()
+    assert (error.amax(1) <= 0.2 * weight.abs().amax(1) + 1e-6).all()
+    nothing = quantize_int4(torch.zeros(n, k), group)
+    assert (nothing.dequantize(torch.float32) == 0).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -259,6 +297,10 @@ def test_parts_that_do_not_fit_are_refused(part: str, other: torch.Tensor) -> No
         replace(matrix, **{part: other})
     with pytest.raises(ValueError, match="not int8 by column"):
         Int8Columns(torch.zeros(4, 8, dtype=torch.int8), torch.ones(5))
+    by_column = held("four bits by column", 4, 128, 64)
+    for name, wrong in {"scales": torch.ones(5), "zeros": torch.zeros(4, 1, dtype=torch.int8), "steps": torch.ones(4, 3, dtype=torch.int8)}.items():
+        with pytest.raises(ValueError, match="not 4 bits by column in groups of 64"):
+            replace(by_column, **{name: wrong})
 
 
 class Held:

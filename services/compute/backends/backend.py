@@ -268,7 +268,7 @@ class Backend(Protocol):
         ...
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
     ) -> Linear:
         """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
         gate, and the result activation(gate) * the other half; activation: silu or gelu_tanh.

@@ -47,7 +47,7 @@ def load_weights(
     backend: Backend,
     *,
     quantization: str = "none",
-    group: int = 64,
+    group: int = 32,
     attention_output: bool = False,
     lm_head: bool = False,
 ) -> ModelWeights:

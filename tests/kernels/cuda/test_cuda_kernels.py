@@ -24,7 +24,7 @@ from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import CudaLinear, read_table
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.attention import Heads, Scores
-from services.compute.backends.torch.reference import FOUR_BIT_TABLES
+from services.compute.backends.torch.reference import NF4_TABLE
 from shared.process.errors import StartupError
 from tests.kernels.backends import CPU
 
@@ -103,10 +103,10 @@ def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str) -> None:
 
 
 def test_tables_of_even_steps_are_counted_and_others_are_looked_up() -> None:
-    assert read_table(torch.tensor(FOUR_BIT_TABLES["w4"], dtype=torch.int8))[0] == -8
-    first, words = read_table(torch.tensor(FOUR_BIT_TABLES["nf4"], dtype=torch.int8))
+    assert read_table(torch.arange(-8, 8, dtype=torch.int8))[0] == -8
+    first, words = read_table(torch.tensor(NF4_TABLE, dtype=torch.int8))
     assert first is None
-    assert [value for word in words for value in memoryview(word.to_bytes(8, "little", signed=True)).cast("b")] == list(FOUR_BIT_TABLES["nf4"])
+    assert [value for word in words for value in memoryview(word.to_bytes(8, "little", signed=True)).cast("b")] == list(NF4_TABLE)
 
 
 def test_what_no_kernel_reads_is_widened() -> None:

@@ -143,7 +143,7 @@ def test_weights_are_quantized_some_rows_at_a_time(quantization: str, monkeypatc
     def noting(quantize: Callable[..., object]) -> Callable[..., object]:
         return lambda part, *more: sizes.append(part.numel()) or quantize(part, *more)  # type: ignore[func-returns-value]
 
-    for name in ("quantize_rows", "quantize_four_bit", "quantize_float8"):
+    for name in ("quantize_rows", "quantize_int4", "quantize_nf4", "quantize_float8"):
         monkeypatch.setattr(reference, name, noting(getattr(reference, name)))
     monkeypatch.setattr(reference, "SLICE", 7 * 96 + 5)
     in_parts = quantize_weight(weight, quantization, 32)

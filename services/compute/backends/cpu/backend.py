@@ -41,7 +41,7 @@ class CpuBackend:
         return all(map(is_packable, matrix.parts)) if isinstance(matrix, Joined) else is_packable(matrix)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
     ) -> NativeLinear:
         return pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
 

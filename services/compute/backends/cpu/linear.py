@@ -40,6 +40,7 @@ class Kind(IntEnum):
     PLANES = 5
 
 
+BY_COLUMNS = (Kind.INT8, Kind.INT4)
 BY_GROUPS = (Kind.FOUR_BIT, Kind.INT8_GROUPS, Kind.PLANES)
 BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.INT4: 4, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}  # planes: Form.bits
 PLANES = range(2, 7)  # bits of codes
@@ -102,7 +103,7 @@ def pack_linear(
     bias: Tensor | None,
     *,
     quantization: str = "none",
-    group: int = 64,
+    group: int = 32,
     is_gated: bool = False,
     activation: str = "silu",
 ) -> "NativeLinear":
@@ -187,27 +188,7 @@ class NativeLinear:
             form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation], bits=form.bits, offset=form.offset
         )
         self.address = ctypes.byref(self.struct)
-        self.parts = {"data": mapped_zeros(padded_n * padded_k * form.data_bits // 8)}
-        groups = (padded_n // PAIR, padded_k // form.group, PAIR)
-        if form.kind in (Kind.INT8, Kind.INT4):
-            self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
-        if form.kind == Kind.INT4:
-            self.parts["steps"] = torch.zeros(groups, dtype=torch.int8)
-        if form.kind == Kind.FOUR_BIT:
-            self.parts["table"] = torch.zeros(16, dtype=torch.int8)
-        if form.kind in BY_GROUPS:
-            of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else groups
-            self.parts["group_scales"] = torch.zeros(of_scales, dtype=torch.float16)
-            if form.has_zeros:
-                self.parts["zeros"] = torch.zeros(groups, dtype=torch.int8)
-            if form.has_minima:
-                self.parts["minima"] = torch.zeros(of_scales, dtype=torch.float16)
-            if form.has_steps:
-                self.parts["steps"] = torch.zeros(groups, dtype=torch.int8)
-            if form.has_steps and form.has_minima:
-                self.parts["minimum_steps"] = torch.zeros(groups, dtype=torch.int8)
-        if has_bias:
-            self.parts["bias"] = torch.zeros(padded_n)
+        self.parts = _empty_parts(form, padded_n, padded_k, has_bias=has_bias)
         for name, part in self.parts.items():
             setattr(self.struct, name, part.data_ptr())
 
@@ -282,6 +263,26 @@ class NativeMlp:
         residual = x.data_ptr() if has_residual else None
         self.down.context.mlp(self.gate_up.address, self.down.address, x.data_ptr(), pointer(norm), eps, x.shape[0], residual, out.data_ptr())
         return out
+
+
+def _empty_parts(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, Tensor]:
+    """The parts of a layer of this form, as kernels.h has them, with zeros inside."""
+    of_groups = (padded_n // PAIR, padded_k // form.group, PAIR)
+    of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else of_groups
+    by_groups, by_columns = form.kind in BY_GROUPS, form.kind in BY_COLUMNS
+    wanted: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
+        "scales": (by_columns, (padded_n,), torch.float32),
+        "sums": (by_columns, (padded_n,), torch.int32),
+        "table": (form.kind == Kind.FOUR_BIT, (16,), torch.int8),
+        "group_scales": (by_groups, of_scales, torch.float16),
+        "zeros": (by_groups and form.has_zeros, of_groups, torch.int8),
+        "minima": (by_groups and form.has_minima, of_scales, torch.float16),
+        "steps": (form.kind == Kind.INT4 or (by_groups and form.has_steps), of_groups, torch.int8),
+        "minimum_steps": (by_groups and form.has_steps and form.has_minima, of_groups, torch.int8),
+        "bias": (has_bias, (padded_n,), torch.float32),
+    }
+    parts = {"data": mapped_zeros(padded_n * padded_k * form.data_bits // 8)}
+    return parts | {name: torch.zeros(shape, dtype=dtype) for name, (is_there, shape, dtype) in wanted.items() if is_there}
 
 
 def _padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:

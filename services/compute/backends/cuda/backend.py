@@ -17,7 +17,7 @@ from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_reada
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Joined, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
@@ -57,7 +57,7 @@ class CudaBackend:
         return self.capability >= OLDEST_FLOAT8
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
     ) -> CudaLinear:
         if quantization not in ("none", "fp8") and self.dtype != torch.bfloat16:
             raise StartupError(f"--quantization {quantization} needs --dtype bfloat16")
@@ -69,8 +69,6 @@ class CudaBackend:
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
-        if isinstance(matrix, Int4Columns):
-            matrix = matrix.grouped()
         return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.compute.backends.cuda.kernels import products as kernels
 from services.compute.backends.cuda.row_math import QuantizedRows, prepare, quantize
-from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, OneForm
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
 
 GROUPS = (32, 64, 128)
 FEW_ROWS = 64
@@ -79,6 +79,7 @@ class CudaLinear:
     ) -> None:  # fmt: skip
         """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
         rows from which on the vendor's product is used, if any."""
+        matrix = matrix.grouped() if isinstance(matrix, Int4Columns) else matrix
         n, self.k = matrix.shape
         self.num_outputs = n // 2 if is_gated else n
         self.dtype = dtype

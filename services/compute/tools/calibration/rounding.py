@@ -6,6 +6,7 @@ inputs is needed. Each output column has an objective of its own.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,12 @@ def round_four_bit(weight: Tensor, gram: Tensor, kind: str, group: int) -> Group
     errors = [objectives(each.dequantize(torch.float32), weight, gram) for each in (nearest, ordered)]
     is_nearest = errors[0] <= errors[1]
     parts = {each.name: (getattr(nearest, each.name), getattr(ordered, each.name)) for each in fields(nearest)}
-    of_columns = {name: pair for name, pair in parts.items() if isinstance(pair[0], Tensor) and len(pair[0]) == len(weight)}
-    return replace(nearest, **{name: torch.where(is_nearest.view(-1, *[1] * (pair[0].dim() - 1)), *pair) for name, pair in of_columns.items()})
+    chosen: dict[str, Any] = {
+        name: torch.where(is_nearest.view(-1, *[1] * (one.dim() - 1)), one, other)
+        for name, (one, other) in parts.items()
+        if isinstance(one, Tensor) and len(one) == len(weight)  # all but the table
+    }
+    return replace(nearest, **chosen)
 
 
 def _round_in_order(weight: Tensor, gram: Tensor, kind: str, group: int) -> Grouped | Int4Columns:

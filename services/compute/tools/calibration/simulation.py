@@ -19,7 +19,7 @@ class Form:
     """How a layer will be quantized."""
 
     kind: str  # w8a8, w4 or nf4
-    group: int = 64  # inputs that share a scale or a step, with four bits
+    group: int = 32  # inputs that share a scale or a step, with four bits
 
 
 def quantize_matrix(weight: Tensor, form: Form) -> Matrix:
