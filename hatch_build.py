@@ -37,6 +37,8 @@ class KernelsHook(BuildHookInterface[Any]):
 
 def platform_tag(library: bytes) -> str:
     """manylinux_2_x of this machine, by the versions of symbols that the library asks for; where none fits, or its C library is not glibc, this very system."""
+    if sys.platform == "darwin":  # as the library was compiled, whatever systems this Python is for
+        return "macosx_11_0_arm64"
     here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     glibc, glibcxx = newest(library, rb"GLIBC_2"), newest(library, rb"GLIBCXX_3\.4")
     if glibc == 0:

@@ -29,6 +29,7 @@ class Suite:
 
 
 SUITES = {
+    "arm": Suite("tests.kernels.arm", "the kernels for Arm, over SIMDe and bit by bit in QEMU", "8 minutes", "QEMU and a cross compiler; it says which"),
     "audit": Suite("tests.audit", "licences of installed packages, and no known hole in them", "a minute", "asks PyPI", ("--group", "audit"), ".venv-audit"),
     "bad-lines": Suite("tests.chaos.bad_lines", "a batch with 100,000 bad lines costs other clients neither time nor memory", "minutes"),
     "batch-chaos": Suite("tests.chaos.batches", "each line of a batch is answered once while workers and stages are killed", "minutes"),

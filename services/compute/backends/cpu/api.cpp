@@ -1,7 +1,6 @@
 // The C interface: contexts, packing, and the operations of a layer. Nothing here is global but
 // constants: two contexts don't know of each other.
 
-#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -32,7 +31,9 @@ class Workspace {
       // zeros; a page takes memory when it is written
       void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (mapped == MAP_FAILED) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
       madvise(mapped, size, MADV_HUGEPAGE);
+#endif
       data_ = static_cast<char*>(mapped);
       size_ = size;
     }

@@ -13,23 +13,41 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock_kernels.so"
+# x86-64
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 AVX512 = [*AVX512_VNNI, "-mavx512bf16"]
-# best first, as in registry.inc: each one's file has its name, and is compiled with these flags
-INSTRUCTION_SETS = {
+X86 = {
     "amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "avx512": AVX512,
     "avx512vnni": AVX512_VNNI,
     "avxvnni": [*AVX2, "-mavxvnni"],
     "avx2": AVX2,
 }
-FLAGS: dict[str, list[str]] = {"api.cpp": [], "draw.cpp": ["-ffp-contract=off"]} | {f"{name}.cpp": flags for name, flags in INSTRUCTION_SETS.items()}
-COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
+# Without fused multiply-adds of the compiler's choice: gcc and clang make the same bits.
+NEON = ["-march=armv8.2-a+dotprod", "-ffp-contract=off"]
+ARM = {"i8mm": ["-march=armv8.2-a+dotprod+i8mm", "-ffp-contract=off"], "neon": NEON}
+# best first, as in registry_*.inc: each one's file has its name, and is compiled with these flags
+INSTRUCTION_SETS = ARM if platform.machine() in ("aarch64", "arm64") else X86
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
+
+
+@dataclass(frozen=True)
+class System:
+    """A compiler's options. OpenMP's functions come from the library that torch has loaded already."""
+
+    compile: tuple[str, ...]
+    link: tuple[str, ...]
+
+
+LINUX = System(("-fopenmp",), ("-shared", "-fopenmp"))
+MAC = System(("-Xclang", "-fopenmp", "-mmacosx-version-min=11.0"), ("-dynamiclib", "-undefined", "dynamic_lookup", "-mmacosx-version-min=11.0"))
+SYSTEMS = {("linux", "x86_64"): LINUX, ("linux", "aarch64"): LINUX, ("darwin", "arm64"): MAC}
 
 
 def source_id() -> str:
@@ -46,23 +64,28 @@ def find_compiler() -> str | None:
 
 def build() -> str | None:
     """Compile LIBRARY. Returns None, or why there is none."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        return f"the kernels are for x86-64 Linux, this is {platform.machine()} {sys.platform}"
+    system = SYSTEMS.get((sys.platform, platform.machine()))
+    if system is None:
+        return f"the kernels are for Linux on x86-64 and aarch64, and macOS on arm64; this is {sys.platform} on {platform.machine()}"
     compiler = find_compiler()
     if compiler is None:
         return "no C++ compiler was found (g++ or clang++)"
+    return compile_library([compiler], system, INSTRUCTION_SETS, LIBRARY)
+
+
+def compile_library(compiler: list[str], system: System, instruction_sets: dict[str, list[str]], to: Path) -> str | None:
+    """Compile the library of some instruction sets. Returns None, or what failed."""
+    files = {"api.cpp": [], "draw.cpp": ["-ffp-contract=off"]} | {f"{name}.cpp": flags for name, flags in instruction_sets.items()}
     with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{name}.o" for name in FLAGS]
-        made_from = f'-DPENSTOCK_SOURCE_ID="{source_id()}"'
-        commands = [
-            [compiler, *COMMON, made_from, *flags, "-c", str(HERE / name), "-o", str(out)] for (name, flags), out in zip(FLAGS.items(), objects, strict=True)
-        ]
+        objects = [Path(folder) / f"{name}.o" for name in files]
+        common = [*compiler, *COMMON, *system.compile, f'-DPENSTOCK_SOURCE_ID="{source_id()}"']
+        commands = [[*common, *flags, "-c", str(HERE / name), "-o", str(out)] for (name, flags), out in zip(files.items(), objects, strict=True)]
         with ThreadPoolExecutor() as pool:
             done = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
-        linked = Path(folder) / LIBRARY.name
-        done.append(subprocess.run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked)], capture_output=True, text=True))
+        linked = Path(folder) / to.name
+        done.append(subprocess.run([*compiler, *system.link, *map(str, objects), "-o", str(linked)], capture_output=True, text=True))
         failed = next((each for each in done if each.returncode), None)
         if failed is not None:
             return f"{' '.join(map(str, failed.args))} failed:\n{failed.stderr[-2000:]}"
-        shutil.move(linked, LIBRARY)
+        shutil.move(linked, to)
     return None

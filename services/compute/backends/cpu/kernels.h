@@ -4,6 +4,14 @@
 
 #include <cstdint>
 
+// Of OpenMP, whose header macOS has not.
+extern "C" {
+int omp_get_thread_num();
+int omp_get_num_threads();
+int omp_get_max_threads();
+int omp_get_level();
+}
+
 namespace penstock {
 
 // Weights stand in tiles of 16 output columns: for each 4 (int8) or 2 (bf16) inputs in a row, the
@@ -258,7 +266,8 @@ struct Kernels {
   void (*sum_masses)(const Masses&);
 };
 
-extern const Kernels kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kAmx;
+extern const Kernels kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kAmx;  // x86-64
+extern const Kernels kNeon, kI8mm;                                 // aarch64
 
 // The same bits on every instruction set: draw.cpp.
 void decide(const Draws&);

@@ -2,7 +2,7 @@
 one library serves every version of both.
 
 A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names what to use: auto
-(default), amx, avx512, avx512vnni, avxvnni, avx2, or torch.
+(default), one of build.py's instruction sets, or torch.
 """
 
 import ctypes
@@ -208,7 +208,7 @@ def open_context() -> Context | None:
     if handle is None and wanted != "auto":
         raise StartupError(f"{VARIABLE}={wanted}: this machine does not have it")
     if handle is None:
-        log.warning("this processor has none of AVX2, AVX-512 and AMX, torch computes instead")
+        log.warning("this processor has no instruction set that the native kernels are for, torch computes instead", needed=" or ".join(INSTRUCTION_SETS))
         return None
     context = Context(library, handle)
     log.info("native kernels", instruction_set=context.instruction_set)
