@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLICE = 1 << 22  # weights of a matrix that are widened at once
+SLICE = 1 << 20  # weights of a matrix that are widened at once
 BLOCK = 256  # inputs whose groups' scales are whole multiples of one number
 # what float16 may change of scales: half of what bfloat16 would of the weights
 ROUNDING = 2.0**-10

@@ -111,16 +111,16 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     even = ((high - low) / 15.0).clamp(min=1e-7)
     scales = choose_scales(even, torch.maximum(-low, high))[:, None]
-    found: list[Tensor] = []
+    least, zeros, steps = even.new_full(even.shape, torch.inf), torch.zeros_like(even), torch.ones_like(even)
     for more in (-1, 0, 1):
-        steps = ((even / scales).floor() + more).clamp(1, MOST_STEPS)
-        unit = steps * scales
-        for zeros in ((-low / unit).round().clamp(0, 15), (15 - (high / unit).round()).clamp(0, 15)):
-            codes = round_int4(groups, steps, zeros, scales)
-            losses = ((codes - zeros[..., None]) * unit[..., None] - groups).abs().pow(3).sum(-1)
-            one = [losses, codes, zeros, steps]
-            found = [torch.where(_like(losses < found[0], a), a, b) for a, b in zip(one, found, strict=True)] if found else one
-    codes, zeros, steps = found[1:]
+        some = ((even / scales).floor() + more).clamp(1, MOST_STEPS)
+        unit = some * scales
+        for each in ((-low / unit).round().clamp(0, 15), (15 - (high / unit).round()).clamp(0, 15)):
+            errors = round_int4(groups, some, each, scales).sub_(each[..., None]).mul_(unit[..., None]).sub_(groups).abs_()
+            losses = errors.pow_(3).sum(-1)
+            is_less = losses < least
+            least, zeros, steps = (torch.where(is_less, a, b) for a, b in ((losses, least), (each, zeros), (some, steps)))
+    codes = round_int4(groups, steps, zeros, scales)
     return Int4Columns(codes.to(torch.uint8).view(n, -1)[:, :k], scales[:, 0], zeros.to(torch.int8), steps.to(torch.int8), group)
 
 
@@ -139,7 +139,7 @@ def round_int4(weights: Tensor, steps: Tensor, zeros: Tensor, scales: Tensor) ->
     [...], zeros from 0 on."""
     most = (127.0 / steps).floor()
     lowest, highest = zeros - torch.minimum(zeros, most), zeros + torch.minimum(15.0 - zeros, most)
-    return (weights / (steps * scales)[..., None] + zeros[..., None]).round().clamp(lowest[..., None], highest[..., None])
+    return (weights / (steps * scales)[..., None]).add_(zeros[..., None]).round_().clamp_(lowest[..., None], highest[..., None])
 
 
 def _like(mask: Tensor, other: Tensor) -> Tensor:
