@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences that are decoded together (default: 1 8)")
     parser.add_argument("--tokens", type=int, default=128, help="to decode (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--activations", choices=["int8", "bfloat16"], default="int8", help="ours (default: %(default)s)")
     args = parser.parse_args()
     if not args.file.is_file():
         raise SystemExit(f"{args.file}: no such file")
@@ -82,7 +83,8 @@ def main() -> None:
     ours: dict[Case, list[float]] = {case: [] for case in cases}
     theirs: dict[Case, list[float]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
-        loop = Loop(["--model", str(args.file), "--dtype", "bfloat16", "--no-prefix-caching", "--kv-cache-memory", "1GiB"], Path(folder) / "loop.log")
+        flags = ["--model", str(args.file), "--dtype", "bfloat16", "--activations", args.activations]
+        loop = Loop([*flags, "--no-prefix-caching", "--kv-cache-memory", "1GiB"], Path(folder) / "loop.log")
         try:
             run_ours(loop, cases[-1], 8)  # warm
             for _ in range(args.rounds):
@@ -105,7 +107,7 @@ def main() -> None:
     sizes = {"file_mib": args.file.stat().st_size >> 20, "resident_mib": memory >> 20}
     print(f"{'memory':24} {sizes['resident_mib']:9} MiB of the process, which reserves 1 GiB for a KV cache; the file has {sizes['file_mib']}")
     peer = f"llama.cpp {peer_version(args.peer)}" if args.peer else None
-    print(json.dumps({"file": args.file.name, "peer": peer, "rounds": args.rounds, "figures": figures, **sizes}))
+    print(json.dumps({"file": args.file.name, "peer": peer, "rounds": args.rounds, "activations": args.activations, "figures": figures, **sizes}))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Mode:
     packing: Packed = Packed("none", 64)
     kv_group: int = 0
     dtype: torch.dtype = torch.bfloat16
+    activations: str = "int8"  # of quantized weights
 
 
 MODES = [
@@ -56,9 +57,12 @@ MODES = [
     Mode("float32", dtype=torch.float32),  # of a file that is quantized: its weights dequantized
     Mode("bf16, KV int8 by 64", kv_group=64),
     Mode("bf16, KV int8 by 8", kv_group=8),
+    Mode("activations in bf16", activations="bfloat16"),  # of a file that is quantized
     Mode("w8a8", Packed("w8a8", 64)),
+    Mode("w8a8, activations in bf16", Packed("w8a8", 64), activations="bfloat16"),
     Mode("w8a8, KV int8 by 64", Packed("w8a8", 64), kv_group=64),
     *(Mode(f"w4, groups of {group}", Packed("w4", group)) for group in (32, 64, 128)),
+    Mode("w4, groups of 32, activations in bf16", Packed("w4", 32), activations="bfloat16"),
     Mode("w4, groups of 32, LM head too", Packed("w4", 32, lm_head=True)),
     *(Mode(f"nf4, groups of {group}", Packed("nf4", group)) for group in (32, 64)),
 ]
@@ -86,7 +90,7 @@ def read(files: ModelFiles, mode: Mode, windows: torch.Tensor) -> Iterator[torch
     """The log probabilities of each window's next tokens."""
     config = read_config(files.config)
     packing = {} if config.packed is not None else asdict(mode.packing)
-    backend = choose_backend(mode.dtype, CPU)
+    backend = choose_backend(mode.dtype, CPU, activations=mode.activations)
     model = Decoder(config, load_weights(files.weights, config, backend, **packing), backend)
     return next_token_logs(model, windows, kv_group=mode.kv_group)
 
@@ -113,7 +117,7 @@ def measure(files: ModelFiles, mode: Mode, windows: torch.Tensor, reference: lis
 
 
 def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], windows: torch.Tensor) -> dict[str, Quality]:
-    print(f"\n{windows[:, 1:].numel()} tokens\n{'':34}{'perplexity':>12}{'':>10}{'agreement':>12}{'KL, nats':>10}")
+    print(f"\n{windows[:, 1:].numel()} tokens\n{'':40}{'perplexity':>12}{'':>10}{'agreement':>12}{'KL, nats':>10}")
     reference: list[torch.Tensor] = []
     found: dict[str, Quality] = {}
     head_dim = read_config(files.config).head_dim
@@ -122,7 +126,7 @@ def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], w
     for of, mode in candidates:
         quality = found[mode.name] = measure(of, mode, windows, reference)
         cost = quality.perplexity / found["bf16"].perplexity - 1
-        print(f"{mode.name:34}{quality.perplexity:12.3f}{cost:+10.2%}{quality.agreement:12.2%}{quality.divergence:10.5f}", flush=True)
+        print(f"{mode.name:40}{quality.perplexity:12.3f}{cost:+10.2%}{quality.agreement:12.2%}{quality.divergence:10.5f}", flush=True)
     return found
 
 
@@ -200,6 +204,8 @@ def main() -> None:
     if keeps_its_form(files):
         print(f"{files.name} is quantized already: bf16 is as it is served, and it is not quantized again")
         modes = [mode for mode in modes if mode.packing.quantization == "none"]
+    else:
+        modes = [mode for mode in modes if mode.activations == "int8" or mode.packing.quantization != "none"]
     with fast_products(), torch.inference_mode():
         qualities = compare_modes(files, modes, args.quantized, windows)
         ratios = compare_formats(files, windows[: args.format_tokens // WINDOW]) if args.format_tokens >= WINDOW else {}

@@ -185,7 +185,7 @@ def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.dev
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-    return choose_backend(choose_dtype(settings.dtype, files), device, allow_batch_variance=settings.allow_batch_variance)
+    return choose_backend(choose_dtype(settings.dtype, files), device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
 
 
 def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:

@@ -29,7 +29,7 @@ log = get_logger("penstock.compute")
 
 BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
 HASHES = ".penstock-hashes"  # in the model's folder: a JSON object of file name: [stamp, SHA-256]
-SETTINGS = ("dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "kv_cache_dtype", "kv_cache_group")
+SETTINGS = ("dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "activations", "kv_cache_dtype", "kv_cache_group")
 HEAD_SETTINGS = ("quantize_lm_head",)
 
 

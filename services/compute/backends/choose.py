@@ -21,10 +21,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu" if reason is not None else "cuda")
 
 
-def choose_backend(dtype: torch.dtype, device: torch.device, *, allow_batch_variance: bool = False) -> Backend:
+def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str = "int8", allow_batch_variance: bool = False) -> Backend:
     """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch.
     Raises StartupError for a wrong PENSTOCK_KERNELS.
 
+    activations: of quantized weights, int8 or bfloat16. Raises StartupError for bfloat16 on a GPU.
     allow_batch_variance: whether a row's bits may depend on the rows beside it, for speed. Raises
     StartupError on a CPU, where there is nothing to gain.
     """
@@ -32,9 +33,11 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, allow_batch_vari
         # with Triton, which a CPU does not need
         from services.compute.backends.cuda.backend import CudaBackend
 
+        if activations != "int8":
+            raise StartupError(f"--activations {activations} is for CPUs only")
         return CudaBackend(dtype, device, allow_batch_variance=allow_batch_variance)
     if allow_batch_variance:
         raise StartupError(f"--allow-batch-variance: only a GPU has other products than those whose bits are the same in any batch, not {device.type}")
     if device.type == "cpu" and dtype == torch.bfloat16 and (context := open_context()) is not None:
-        return CpuBackend(context)
-    return TorchBackend(dtype, device)
+        return CpuBackend(context, activations)
+    return TorchBackend(dtype, device, activations)

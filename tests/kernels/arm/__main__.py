@@ -50,7 +50,7 @@ def compile_or_end(compiler: list[str], instruction_sets: dict[str, list[str]], 
 
 
 def compare_bits(folder: Path, here: Path, arm: Path) -> None:
-    """Ends the program if a kernel gives other bits on Arm, or a machine gets another instruction set than its best."""
+    """Ends the program if a kernel gives other bits on Arm, or with another instruction set, or a machine gets another instruction set than its best."""
     options = ("-std=c++17", "-O1", "-fopenmp", "-ffp-contract=off", str(HERE / "driver.cpp"), "-ldl")
     for compiler, driver in (("g++", "driver-here"), ("aarch64-linux-gnu-g++", "driver-arm")):
         subprocess.run([compiler, *options, "-o", folder / driver], check=True)
@@ -58,12 +58,16 @@ def compare_bits(folder: Path, here: Path, arm: Path) -> None:
         found = output(*CROSS, "-cpu", processor, folder / "driver-arm", arm)
         if found != [expected]:
             sys.exit(f"QEMU's {processor} gets {found}, not {expected}")
+    bits = set()
     for name in ARM:
         ours, theirs = output(folder / "driver-here", here, name), output(*CROSS, "-cpu", "max", folder / "driver-arm", arm, name)
         different = [line for line, other in zip(ours, theirs, strict=True) if line != other]
         if different or not ours:
             sys.exit(f"{name}: other bits on Arm:\n" + "\n".join(different))
+        bits.add(tuple(ours))
         print(f"{name}: {len(ours)} results, the same bits in QEMU")
+    if len(bits) > 1:
+        sys.exit(f"{' and '.join(ARM)} give different bits")
 
 
 def output(*command: str | Path) -> list[str]:

@@ -144,13 +144,13 @@ void show_linear(Context* context) {
     bool has_more;
   };
   const Form forms[] = {
-      {"bf16", kBf16, 64, 8, false},         {"int8", kInt8, 64, 8, false},         {"int4:32", kInt4, 32, 8, false},      {"int4:64", kInt4, 64, 8, false},
+      {"bf16", kBf16, 64, 8, false},         {"int8", kInt8, 64, 8, false},         {"int4:32", kInt4, 32, 8, false},      {"int4:64", kInt4, 64, 8, false},      {"int4:128", kInt4, 128, 8, false},
       {"fourbit:32", kFourBit, 32, 8, false}, {"fourbit:64", kFourBit, 64, 8, true}, {"fourbit:128", kFourBit, 128, 8, true},
       {"int8:16", kInt8Groups, 16, 8, false}, {"int8:32", kInt8Groups, 32, 8, true}, {"planes2:16", kPlanes, 16, 2, true},  {"planes3:16", kPlanes, 16, 3, true},
       {"planes4:32", kPlanes, 32, 4, true},   {"planes5:32", kPlanes, 32, 5, true},  {"planes6:16", kPlanes, 16, 6, true},  {"planes4:64", kPlanes, 64, 4, false},
   };
   for (const Form& form : forms) {
-    const int64_t k = 500, n = 72;
+    const int64_t k = 1100, n = 72;
     const Made plain(context, form.type, n, k, form.group, form.bits, form.has_more, false);
     const Made gated(context, form.type, 2 * n, k, form.group, form.bits, form.has_more, true), down(context, form.type, k, n, form.group, form.bits, form.has_more, false);
     for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 23, 40, 130}) {

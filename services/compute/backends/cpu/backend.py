@@ -23,8 +23,10 @@ class CpuBackend:
     """The backend for CPUs. One thread at a time may run its parts: they share a context's
     workspaces."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, activations: str = "int8") -> None:
+        """activations: of quantized weights, int8 or bfloat16."""
         self.context = context
+        self.activations = activations
         # for heads that native code does not know, over the same caches
         self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))
         self.dtype = self.torch.dtype
@@ -43,10 +45,15 @@ class CpuBackend:
     def make_linear(
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
     ) -> NativeLinear:
-        return pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
+        return self._with_activations(pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation))
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> NativeLinear:
-        return restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation)
+        return self._with_activations(restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation))
+
+    def _with_activations(self, layer: NativeLinear) -> NativeLinear:
+        if self.activations == "bfloat16":
+            layer.widen()
+        return layer
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> NativeMlp:
         assert isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)

@@ -29,17 +29,16 @@ X86 = {
     "avxvnni": [*AVX2, "-mavxvnni"],
     "avx2": AVX2,
 }
-# Without fused multiply-adds of the compiler's choice: gcc and clang make the same bits.
-NEON = ["-march=armv8.2-a+dotprod", "-ffp-contract=off"]
-ARM = {"i8mm": ["-march=armv8.2-a+dotprod+i8mm", "-ffp-contract=off"], "neon": NEON}
+ARM = {"i8mm": ["-march=armv8.2-a+dotprod+i8mm"], "neon": ["-march=armv8.2-a+dotprod"]}
 # best first, as in registry_*.inc: each one's file has its name, and is compiled with these flags
 INSTRUCTION_SETS = ARM if platform.machine() in ("aarch64", "arm64") else X86
-COMMON = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
+# -ffp-contract=off: all compilers make the same bits
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 
 
 @dataclass(frozen=True)
 class System:
-    """A compiler's options. OpenMP's functions come from the library that torch has loaded already."""
+    """A compiler's options. OpenMP's functions come from the library that torch has loaded already; from clang's own with clang on Linux."""
 
     compile: tuple[str, ...]
     link: tuple[str, ...]
@@ -75,7 +74,7 @@ def build() -> str | None:
 
 def compile_library(compiler: list[str], system: System, instruction_sets: dict[str, list[str]], to: Path) -> str | None:
     """Compile the library of some instruction sets. Returns None, or what failed."""
-    files = {"api.cpp": [], "draw.cpp": ["-ffp-contract=off"]} | {f"{name}.cpp": flags for name, flags in instruction_sets.items()}
+    files: dict[str, list[str]] = {"api.cpp": [], "draw.cpp": []} | {f"{name}.cpp": flags for name, flags in instruction_sets.items()}
     with tempfile.TemporaryDirectory() as folder:
         objects = [Path(folder) / f"{name}.o" for name in files]
         common = [*compiler, *COMMON, *system.compile, f'-DPENSTOCK_SOURCE_ID="{source_id()}"']
@@ -83,7 +82,8 @@ def compile_library(compiler: list[str], system: System, instruction_sets: dict[
         with ThreadPoolExecutor() as pool:
             done = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
         linked = Path(folder) / to.name
-        done.append(subprocess.run([*compiler, *system.link, *map(str, objects), "-o", str(linked)], capture_output=True, text=True))
+        # the linker keeps the first of an inline function's copies, which every machine must run: the best set comes last
+        done.append(subprocess.run([*compiler, *system.link, *map(str, reversed(objects)), "-o", str(linked)], capture_output=True, text=True))
         failed = next((each for each in done if each.returncode), None)
         if failed is not None:
             return f"{' '.join(map(str, failed.args))} failed:\n{failed.stderr[-2000:]}"

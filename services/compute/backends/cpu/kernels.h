@@ -74,9 +74,15 @@ struct Weight {
   // [padded_n / kPair][padded_k / group][kPair], or null; by groups: a group's scale is so many of
   // its block's, and its minimum. kInt4: step - 1 in the low four bits, the zero in the high four
   const int8_t *steps, *minimum_steps;
+  // not 0: activations stay bf16, and the weights become bf16 before each product
+  int64_t is_widened;
 
   // of a weight
   int64_t data_bits() const { return type == kBf16 ? 16 : type == kInt4 || type == kFourBit ? 4 : type == kPlanes ? bits : 8; }
+  bool takes_bf16() const { return type == kBf16 || is_widened; }
+  // of a row of activations
+  int64_t row_inputs() const { return is_widened ? (k + 31) / 32 * 32 : padded_k; }
+  bool is_summed_by_groups() const { return is_by_groups(type) && !is_widened; }
   int64_t tile_bytes() const { return padded_k * kColumns * data_bits() / 8; }
   // of the layer that this is the first matrix of
   int64_t outputs() const { return is_gated ? n / 2 : next == nullptr || is_gate ? n : n + next->outputs(); }

@@ -37,6 +37,7 @@ class Weight(ctypes.Structure):
         ("next", Pointer),
         *((name, ctypes.c_int64) for name in ("is_gate", "bits", "offset", "lowest", "highest")),
         *((name, Pointer) for name in ("steps", "minimum_steps")),
+        ("is_widened", ctypes.c_int64),
     ]
 
 
@@ -198,7 +199,11 @@ def open_context() -> Context | None:
     if not LIBRARY.exists():
         log.warning("the native kernels are not built, torch computes instead", fix="install g++ and run: penstock build-kernels")
         return None
-    library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
+    try:
+        library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
+    except OSError as error:
+        log.warning("the native kernels can't be loaded, torch computes instead", error=str(error), fix="run: penstock build-kernels")
+        return None
     if not is_of_these_sources(library):
         log.warning("the native kernels were built from other sources, torch computes instead", fix="run: penstock build-kernels")
         return None

@@ -3,8 +3,9 @@ int8, or in four bits.
 
 Quantized weights meet activations in int8, quantized when they are computed. Products are summed
 exactly, in int32, over all inputs (a scale for each column, and one for each row) or over a group
-(a scale for each column and group, and for each row and group). What comes before a layer, the
-norm, and what comes after it, SiLU times up or the residual, happen inside.
+(a scale for each column and group, and for each row and group). Or activations stay in bfloat16, and
+weights become that for the product (widen). What comes before a layer, the norm, and what comes
+after it, SiLU times up or the residual, happen inside.
 """
 
 import ctypes
@@ -230,6 +231,12 @@ class NativeLinear:
             table, zeros = self.parts["table"], self.parts.get("zeros", torch.zeros(1))
             lowest, highest = min(0, int(table.min()) - int(zeros.max())), int(table.max()) - int(zeros.min())
         self.struct.lowest, self.struct.highest = lowest, highest
+
+    def widen(self) -> None:
+        """Leave activations in bfloat16 from now on: each product is that of the weights rounded to
+        bfloat16, bit by bit, though they stay packed as they are."""
+        for each in (self, *self.following):
+            each.struct.is_widened = int(each.form.kind != Kind.BF16)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)

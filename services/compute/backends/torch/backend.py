@@ -18,8 +18,10 @@ from shared.process.errors import StartupError
 
 
 class TorchBackend:
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, activations: str = "int8") -> None:
+        """activations: of weights that `quantization` asks for, int8 or bfloat16; of others dtype."""
         self.dtype = dtype
+        self.activations = activations
         self.device = device
         self.buffers = Buffers(device)
         self.row_math = TorchRowMath()
@@ -42,6 +44,8 @@ class TorchBackend:
             raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {self.device.type} in {self.dtype}")
         if isinstance(matrix, Dense | Joined):
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
+        if self.activations == "bfloat16":
+            return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
         return QuantizedTorchLinear(matrix, bias, is_gated=is_gated, activation=activation)
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> TorchLinear:  # noqa: ARG002

@@ -98,6 +98,7 @@ def quantize_nf4(weight: Tensor, group: int) -> Grouped:
     return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table)
 
 
+LEAST_STEP = 1e-30  # of a group of w4: scales are float32
 # of a column's smallest scale: larger ones may bring the groups' steps nearer to whole numbers
 SCALE_FACTORS = tuple(1.0 + number / 40 for number in range(9))
 
@@ -109,7 +110,7 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
-    even = ((high - low) / 15.0).clamp(min=1e-7)
+    even = ((high - low) / 15.0).clamp(min=LEAST_STEP)
     scales = choose_scales(even, torch.maximum(-low, high))[:, None]
     least, zeros, steps = even.new_full(even.shape, torch.inf), torch.zeros_like(even), torch.ones_like(even)
     for more in (-1, 0, 1):
@@ -140,10 +141,6 @@ def round_int4(weights: Tensor, steps: Tensor, zeros: Tensor, scales: Tensor) ->
     most = (127.0 / steps).floor()
     lowest, highest = zeros - torch.minimum(zeros, most), zeros + torch.minimum(15.0 - zeros, most)
     return (weights / (steps * scales)[..., None]).add_(zeros[..., None]).round_().clamp_(lowest[..., None], highest[..., None])
-
-
-def _like(mask: Tensor, other: Tensor) -> Tensor:
-    return mask if mask.dim() == other.dim() else mask[..., None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.matrix import MOST_STEPS, Grouped, Int4Columns
-from services.compute.backends.torch.reference import NF4_TABLE, choose_scales, quantize_weight
+from services.compute.backends.torch.reference import LEAST_STEP, NF4_TABLE, choose_scales, quantize_weight
 from shared.process.errors import StartupError
 
 # of the mean diagonal, added to it (Frantar et al. 2022, section 3.3): the first that works
@@ -52,8 +52,10 @@ def round_four_bit(weight: Tensor, gram: Tensor, kind: str, group: int) -> Group
     """The better of second-order rounding and rounding to nearest, for each output column.
 
     weight: [n, k] float32; gram: [k, k] float32; kind: w4 or nf4. No column's objective is above
-    that of quantize_weight.
+    that of quantize_weight. Raises StartupError for weights that are not finite.
     """
+    if not bool(weight.isfinite().all()):
+        raise StartupError("the checkpoint has weights that are not finite, so it can't be calibrated")
     nearest, ordered = quantize_weight(weight, kind, group), _round_in_order(weight, gram, kind, group)
     assert isinstance(nearest, type(ordered))
     errors = [objectives(each.dequantize(torch.float32), weight, gram) for each in (nearest, ordered)]
@@ -62,7 +64,7 @@ def round_four_bit(weight: Tensor, gram: Tensor, kind: str, group: int) -> Group
     chosen: dict[str, Any] = {
         name: torch.where(is_nearest.view(-1, *[1] * (one.dim() - 1)), one, other)
         for name, (one, other) in parts.items()
-        if isinstance(one, Tensor) and len(one) == len(weight)  # all but the table
+        if isinstance(one, Tensor) and name != "table"
     }
     return replace(nearest, **chosen)
 
@@ -137,7 +139,7 @@ def fit_even(weights: Tensor, importance: Tensor, units: Tensor | None = None) -
     low, high = weights.amin(0).clamp(max=0.0), weights.amax(0).clamp(min=0.0)
     grids = []
     for shrink in SHRINKS:
-        scales = ((high - low) * shrink / 15.0).clamp(min=1e-7)
+        scales = ((high - low) * shrink / 15.0).clamp(min=LEAST_STEP)
         steps = torch.ones_like(scales) if units is None else (scales / units).round().clamp(1, MOST_STEPS)
         scales = scales if units is None else steps * units
         grids.append(Grid(scales, (-low * shrink / scales).round().clamp(0, 15), table, steps))
