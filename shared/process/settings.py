@@ -162,7 +162,7 @@ class EngineSettings(StageSettings):
     quantization_group: Literal["32", "64", "128"] = Field("32", description="inputs that share a step (w4) or a scale (nf4)")
     quantize_attention_output: bool = Field(False, description="with four bits, attention's output projection in four bits too; else it has eight, like w8a8")
     activations: Literal["int8", "bfloat16"] = Field(
-        "int8", description="what meets quantized weights on a CPU; bfloat16: as if the weights were widened, slower with few sequences"
+        "int8", description="what meets quantized weights on a CPU; bfloat16: the bits of the weights widened, but slower"
     )
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")

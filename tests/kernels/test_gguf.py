@@ -204,7 +204,8 @@ def test_the_quality_bench_measures_a_file_in_the_modes_that_it_has(
     monkeypatch.setattr("sys.argv", ["quality", "--model", str(path), "--tokens", "256", "--format-tokens", "256"])
     quality.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(result["modes"]) == ["bf16", "float32", "bf16, KV int8 by 64", "bf16, KV int8 by 8"] and result["modes"]["bf16"]["agreement"] == 1.0
+    assert list(result["modes"]) == ["bf16", "float32", "bf16, KV int8 by 64", "bf16, KV int8 by 8", "activations in bf16"]
+    assert result["modes"]["bf16"]["agreement"] == 1.0
     assert set(result["fp8_over_int8"]) == {"qkv", "output", "gate and up", "down", "LM head"}
 
 
