@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 PROGRAMS = ("g++", "aarch64-linux-gnu-g++", "qemu-aarch64")
 SIMDE = Path("/usr/include/simde/arm/neon.h")
 CROSS = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
-# of QEMU, and what a machine with it gets
+# QEMU's processors, and the instruction set that a machine with each gets
 PROCESSORS = {"max": "i8mm", "neoverse-n1": "neon", "cortex-a72": "none"}
 
 

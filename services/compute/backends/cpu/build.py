@@ -38,7 +38,7 @@ COMMON = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", 
 
 @dataclass(frozen=True)
 class System:
-    """A compiler's options. OpenMP's functions come from the library that torch has loaded already; from clang's own with clang on Linux."""
+    """A compiler's options. OpenMP's functions come from the library that torch has loaded. clang on Linux links its own, a second pool of threads."""
 
     compile: tuple[str, ...]
     link: tuple[str, ...]

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Of OpenMP, whose header macOS has not.
+// OpenMP's functions. macOS has no header that declares them.
 extern "C" {
 int omp_get_thread_num();
 int omp_get_num_threads();
@@ -80,7 +80,7 @@ struct Weight {
   // of a weight
   int64_t data_bits() const { return type == kBf16 ? 16 : type == kInt4 || type == kFourBit ? 4 : type == kPlanes ? bits : 8; }
   bool takes_bf16() const { return type == kBf16 || is_widened; }
-  // of a row of activations
+  // the inputs of a row of activations
   int64_t row_inputs() const { return is_widened ? (k + 31) / 32 * 32 : padded_k; }
   bool is_summed_by_groups() const { return is_by_groups(type) && !is_widened; }
   int64_t tile_bytes() const { return padded_k * kColumns * data_bits() / 8; }

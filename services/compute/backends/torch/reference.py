@@ -98,7 +98,7 @@ def quantize_nf4(weight: Tensor, group: int) -> Grouped:
     return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table)
 
 
-LEAST_STEP = 1e-30  # of a group of w4: scales are float32
+LEAST_STEP = 1e-30  # no group of w4 has a smaller one; float32 holds it
 # of a column's smallest scale: larger ones may bring the groups' steps nearer to whole numbers
 SCALE_FACTORS = tuple(1.0 + number / 40 for number in range(9))
 
