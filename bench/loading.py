@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from services.compute.backends.choose import choose_backend
 from services.compute.host_memory import give_back_free_memory
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.tools.make_model import SHAPES, Shape, config_json, tensor_sizes
 from services.compute.weights.loader import load_weights
 

@@ -26,7 +26,8 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import quantize_rows
-from services.compute.models.config import Packed, read_config
+from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.tools.calibration.calibrate import fast_products, observe
 from services.compute.tools.calibration.perplexity import next_token_logs

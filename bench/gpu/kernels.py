@@ -12,10 +12,11 @@ from torch import Tensor
 from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
-from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
 from services.compute.backends.torch.reference import (
     FLOAT8_LARGEST,
+    Scores,
     kv_row_size,
     norm_heads,
     quantize_nf4,
@@ -149,8 +150,8 @@ def check_linear(backend: CudaBackend, form: str, case: LinearCase, *, is_vendor
     return Check("linear, " + form, name_of(dtype), str(case), relative_error(found, expected), bound, is_same)
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores) -> Tensor:
-    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]. Returns [n, heads * d]."""
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None) -> Tensor:
+    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]. Returns [n, heads * d]."""
     group = q.shape[1] // k.shape[1]
     k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
@@ -160,7 +161,10 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_
     is_seen = positions[None, :] <= positions[:, None]
     if window is not None:
         is_seen &= positions[None, :] > positions[:, None] - window
-    return torch.einsum("hnc,chd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v).flatten(1)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hnc,chd->nhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +176,12 @@ class AttentionCase:
     window: int | None = None
     scores: Scores | None = None
     norm: str | None = None  # of q and k: "heads", or "joint"
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         heads = f"{self.heads.num_heads} / {self.heads.num_kv_heads} heads of {self.heads.head_dim}"
         more = [f"window {self.window}" if self.window else "", "cap" if self.scores and self.scores.cap else "", f"{self.norm} norm" if self.norm else ""]
+        more += ["sinks"] if self.has_sinks else []
         return ", ".join([heads, f"contexts {list(self.contexts)}", *filter(None, more)])
 
 
@@ -186,6 +192,8 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
     dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
     rotary_dim = heads.rotary_dim or dim
     attention = backend.make_attention(heads, case.scores)
+    sinks = randn(heads.num_heads, seed=30, scale=2.0) if case.has_sinks else None
+    there = sinks.to(device) if sinks is not None else None
     counts = [-(-context // BLOCK_SIZE) for context in case.contexts]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
     tables = [tuple(blocks.pop() for _ in range(count)) for count in counts]
@@ -209,7 +217,7 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         backend.buffers.upload()
         qkv = torch.cat([prompts[number][first:last] for number, first, last in spans]).to(device)
         given = (norms[0].to(device), norms[1].to(device)) if case.norm else (None, None)
-        out = attention(qkv, kv, plan, window=case.window, norms=given, eps=EPS).clone().cpu()
+        out = attention(qkv, kv, plan, window=case.window, norms=given, eps=EPS, sinks=there).clone().cpu()
         return list(torch.split(out, inputs.query_lens))
 
     caches = [backend.make_kv_layer(sum(counts), BLOCK_SIZE, num_kv_heads, dim, group=case.kv_group) for _ in range(2)]
@@ -233,7 +241,7 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if case.kv_group else dtype)
         write_reference(cache, k, v, torch.arange(len(prompt)))
         k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
-        errors.append(relative_error(whole[number], exact_attention(q, k, v, case.window, attention.scores)))
+        errors.append(relative_error(whole[number], exact_attention(q, k, v, case.window, attention.scores, sinks)))
     bound = 2e-5 if dtype == torch.float32 and not case.kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {case.kv_group}" if case.kv_group else "")
     return Check("attention", types, str(case), max(errors), bound, is_same)

@@ -15,7 +15,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step

@@ -21,7 +21,8 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, free_memory
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import ModelRunner
-from services.compute.models.config import Packed, read_config
+from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler

@@ -16,7 +16,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks
 from services.compute.fingerprint import fingerprint
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
-from services.compute.models.config import ARCHITECTURES, architecture_of, read_config
+from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler

@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
@@ -39,7 +40,7 @@ from services.compute.cache.kv_cache import KVCache
 from services.compute.candidates.prompt_logprobs import prompt_logprobs as prompt_logprobs_of
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.model_runner import Model, ModelRunner
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
@@ -92,6 +93,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         shared_expert_intermediate_size=72, mlp_only_layers=[1],
     ),
     "qwen3-moe": Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True),
+    "gpt-oss": GptOssConfig(
+        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1}, head_dim=32, num_local_experts=6, num_experts_per_tok=2, sliding_window=24,
+        rope_parameters=YARN_ROPE | {"truncate": False},
+    ),
     "gemma": GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=32),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),

@@ -10,7 +10,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from transformers import PretrainedConfig, PreTrainedModel
 
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 
 Kind = GGMLQuantizationType
 
@@ -24,10 +24,10 @@ FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "phi3": "phi3", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2",
-    "exaone4": "exaone4", "smollm3": "smollm3", "seed_oss": "seed_oss",
+    "exaone4": "exaone4", "smollm3": "smollm3", "seed_oss": "seed_oss", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3")  # where the converter changes the order of q's and k's rows
-IN_FLOAT32 = ("mlp.gate.weight", "shared_expert_gate.weight")  # routers
+IN_FLOAT32 = ("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight", "_bias")  # routers; experts' biases
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Writer:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        if self.config.model_type in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4") and config.sliding_window:
+        if self.config.model_type in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss") and config.sliding_window:
             writer.add_sliding_window(config.sliding_window)
         if self.config.model_type in ("olmo3", "exaone4") and config.sliding_window:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -114,7 +114,9 @@ class Writer:
             return
         self.writer.add_expert_count(count)
         self.writer.add_expert_used_count(self.config.num_experts_per_tok)
-        if self.architecture != "llama":
+        if self.architecture == "gpt-oss":
+            self.writer.add_expert_feed_forward_length(self.config.intermediate_size)
+        elif self.architecture != "llama":
             self.writer.add_expert_feed_forward_length(self.config.moe_intermediate_size)
         if self.architecture == "qwen2moe":
             self.writer.add_expert_shared_feed_forward_length(self.config.shared_expert_intermediate_size)
@@ -133,12 +135,24 @@ class Writer:
     def tensor(self, name: str, parameter: torch.Tensor, kind: Kind, *, seed: int) -> None:
         """Write a parameter. Gates and ups of all experts, one tensor in the library's memory, become two, as they are in the library's files."""
         values = parameter.data
+        if self.architecture == "gpt-oss" and "experts" in name:
+            return self.experts_in_turns(name, values, kind, seed)
         if name.endswith("experts.gate_up_proj") and not self.has_fused_experts:
             half = values.shape[1] // 2
             self.matrix(name.replace("gate_up_proj", "gate_proj.weight"), values[:, :half], kind, seed=seed)
             self.matrix(name.replace("gate_up_proj", "up_proj.weight"), values[:, half:], kind, seed=seed + 1000)
         else:
             self.matrix(name if name.endswith(("weight", "bias")) else f"{name}.weight", values, kind, seed=seed)
+
+    def experts_in_turns(self, name: str, values: torch.Tensor, kind: Kind, seed: int) -> None:
+        """gpt-oss' experts, whose outputs come last in memory, and whose gates and ups take turns."""
+        stem, end = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+        outputs_first = values if end == "bias" else values.transpose(1, 2)
+        if stem.endswith("gate_up_proj"):
+            for number, which in enumerate(("gate_proj", "up_proj")):
+                self.matrix(f"{stem.replace('gate_up_proj', which)}.{end}", outputs_first[:, number::2], kind, seed=seed + 1000 * number)
+        else:
+            self.matrix(f"{stem}.{end}", outputs_first, kind, seed=seed)
 
     def matrix(self, name: str, values: torch.Tensor, kind: Kind, *, seed: int) -> None:
         """Write what the values become in blocks of that type, and set them to what these mean."""

@@ -18,7 +18,7 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache import kv_cache
 from services.compute.cache.kv_cache import choose_num_blocks
 from services.compute.engine import build_engine
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.tools.calibration.perplexity import BLOCK_SIZE, whole_windows
 from services.compute.weights.loader import load_weights

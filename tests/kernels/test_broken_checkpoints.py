@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from services.compute.engine import build_engine
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main

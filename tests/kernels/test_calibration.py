@@ -15,7 +15,8 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Grouped, Int4Columns
 from services.compute.backends.torch.linear import TorchLinear
 from services.compute.backends.torch.reference import quantize_weight, rms_norm
-from services.compute.models.config import Packed, read_config
+from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.tools.calibration.calibrate import calibrate, observe
 from services.compute.tools.calibration.perplexity import next_token_logs, perplexity

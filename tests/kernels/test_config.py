@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from tests.examples import examples

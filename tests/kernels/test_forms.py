@@ -17,7 +17,8 @@ from services.compute.backends.cpu.linear import NativeLinear, is_packable
 from services.compute.backends.matrix import BLOCK, MOST_STEPS, Dense, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
-from services.compute.models.config import Packed, read_config
+from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
 from services.compute.weights.loader import Loader
 from shared.model.files import DEMO_MODEL
 from tests.examples import examples
@@ -352,7 +353,7 @@ def test_matrices_of_different_forms_are_one_layer(rows: int) -> None:
     assert torch.equal(logits, torch.cat([backend.make_linear(matrix).logits(x) for matrix in matrices], 1))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_a_gate_of_another_form(activation: str) -> None:
     for rows, inter in product((1, 9, 40), (41, 48, 232)):
         gate, up, down = held("planes of 5", inter, 300, 32), held("int8 groups", inter, 300, 32, seed=1), held("planes of 6, steps", 300, inter, 16)

@@ -27,7 +27,7 @@ from transformers import (
 from bench import quality
 from services.compute.backends.cpu.linear import is_packable
 from services.compute.backends.matrix import Dense, Grouped
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.gguf_rows import GgufRows
 from services.compute.weights.gguf_source import GgufSource
@@ -57,6 +57,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     **{name: CONFIGS[name] for name in ("llama2", "llama3", "llama-linear", "mistral", "mistral-window", "qwen2", "qwen2-yarn", "qwen3")},
     **{name: CONFIGS[name] for name in ("mixtral", "qwen3-moe", "gemma", "olmo2", "olmo3", "exaone4", "exaone4-full", "seed-oss")},
     "qwen2-moe": Qwen2MoeConfig(**MOE | {"shared_expert_intermediate_size": 72}),
+    "gpt-oss": CONFIGS["gpt-oss"],
     "phi3-window": CONFIGS["phi3"],
     "phi4": Phi3Config(**SIZES, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 0.75}),
     "granite": GraniteConfig(  # whose heads are as wide as heads and width say

@@ -10,7 +10,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from services.compute.backends.choose import choose_backend
 from services.compute.fingerprint import content_hashes, fingerprint
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.weights.loader import load_weights
 from services.compute.weights.sizes import sizes_of
 from services.operator.preflight import weights_bytes

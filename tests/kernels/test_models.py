@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from services.compute.backends.cpu.library import VARIABLE
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.engine import build_engine
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, open_model, text_config
 from shared.process.errors import StartupError
@@ -79,7 +79,9 @@ def test_the_demo_answers_through_transformers_too() -> None:
     assert tokens[-1] == 1
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "olmo2", "smollm3", "demo"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gpt-oss", "gemma2", "gemma3", "olmo2", "smollm3", "demo"]
+)
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)

@@ -6,18 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, PreTrainedModel
 
 from services.compute.backends.backend import Backend
-from services.compute.backends.matrix import Dense
+from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.reference import rms_norm
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.models.moe import Expert, MoeMlp, SharedExpert, choose_experts, sigmoid
 from services.compute.weights.loader import load_weights
+from services.compute.weights.mxfp4 import read_expert, to_matrix
+from services.compute.weights.safetensors_source import SafetensorsSource
 from services.operator.cli import main
 from shared.model.files import TOKENIZER_FILES
 from shared.process.errors import StartupError
 from tests.kernels.backends import FLOAT32, native_backend
-from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy, reference_model
 from tests.kernels.test_models import prompts
 
 EPS = 1e-6
@@ -136,10 +139,10 @@ def test_experts_in_one_tensor_and_one_by_one_are_the_same(name: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("quantization", ["w8a8", "w4"])
-def test_a_packed_mixture_is_the_same_model(quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "quantization"), [("qwen2-moe", "w8a8"), ("qwen2-moe", "w4"), ("gpt-oss", "w8a8")])
+def test_a_packed_mixture_is_the_same_model(name: str, quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, packed = tmp_path / "source", tmp_path / "packed"
-    reference_model("qwen2-moe", source)
+    reference_model(name, source)
     for pattern in TOKENIZER_FILES:
         for file in (Path(__file__).parents[2] / "services/demo/model").glob(pattern):
             if not (source / file.name).exists():
@@ -150,6 +153,56 @@ def test_a_packed_mixture_is_the_same_model(quantization: str, tmp_path: Path, c
     assert restored.generate(some, 12) == original.generate(some, 12)
     for number in range(4):
         assert torch.equal(torch.stack(original.logits[number]), torch.stack(restored.logits[number]))
+
+
+def to_mxfp4(folder: Path, model: PreTrainedModel) -> None:
+    """Random blocks in MXFP4 in the place of gpt-oss' experts, and in the model what they mean."""
+    generator = torch.Generator().manual_seed(1)
+    kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(("gate_up_proj", "down_proj"))}
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name).data  # [experts, k, n]
+            count, k, n = weight.shape
+            blocks = torch.randint(0, 256, (count, n, k // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 124, (count, n, k // 32), generator=generator, dtype=torch.uint8)
+            codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
+            means = torch.where(codes > 7, -1.0, 1.0) * values[codes & 7] * torch.exp2(scales[..., None].float() - 127)
+            weight.copy_(means.flatten(2).transpose(1, 2))
+            kept |= {f"model.layers.{number}.mlp.experts.{name}_{part}": each for part, each in (("blocks", blocks), ("scales", scales))}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}))
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """In float32 the answers are transformers'; in bfloat16 the experts stay as they are."""
+    config = GptOssConfig(**CONFIGS["gpt-oss"].to_dict() | {"intermediate_size": 96, "dtype": None})
+    model = reference_model("gpt-oss", tmp_path, config=config)
+    to_mxfp4(tmp_path, model)
+    assert_greedy(Engine(tmp_path), model, prompts(3, SIZES["vocab_size"]), 30)
+    kept = read_config(json.loads((tmp_path / "config.json").read_text()))
+    source = SafetensorsSource(tmp_path, torch.bfloat16, torch.device("cpu"), kept.quantization_config)
+    experts = model.model.layers[1].mlp.experts
+    for number in range(6):
+        matrix, bias = read_expert(source, "model.layers.1.mlp.experts.down_proj", number, (64, 96), torch.arange(64))
+        assert isinstance(matrix, Grouped)
+        assert torch.equal(matrix.dequantize(torch.float32), experts.down_proj[number].T)
+        assert torch.equal(bias, experts.down_proj_bias[number].bfloat16())
+    with pytest.raises(StartupError, match=r"gate_up_proj_blocks has the shape \(6, 192, 2, 16\), config.json says \(192, 3, 16\) for each expert"):
+        read_expert(source, "model.layers.1.mlp.experts.gate_up_proj", 0, (192, 96), torch.arange(192))
+    some = prompts(3, SIZES["vocab_size"])
+    loaded = Engine(tmp_path, dtype=torch.bfloat16)
+    assert [Engine(loaded).generate([each], 12)[0] for each in some] == Engine(loaded).generate(some, 12)
+    with pytest.raises(StartupError, match="is quantized already"):
+        Engine(tmp_path, dtype=torch.bfloat16, quantization="w8a8")
+
+
+def test_a_scale_that_float16_lacks_widens_an_expert() -> None:
+    codes, exponents = torch.full((2, 1, 16), 0x21, dtype=torch.uint8), torch.tensor([[90], [127]], dtype=torch.uint8)
+    wide = to_matrix(codes, exponents, torch.bfloat16)
+    assert isinstance(wide, Dense) and wide.weight[0, :2].tolist() == [2.0**-38, 2.0**-37] and wide.weight[1, :2].tolist() == [0.5, 1.0]
+    assert isinstance(to_matrix(codes, exponents.clamp(min=120), torch.bfloat16), Grouped)
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -172,4 +225,8 @@ def test_configurations() -> None:
     assert read("qwen3-moe", "Qwen3MoeForCausalLM").has_normalized_weights and read("qwen3-moe", "Qwen3MoeForCausalLM").num_experts == 8
     mixtral = read("mixtral", "MixtralForCausalLM")
     assert mixtral.sparse_layers == {0, 1, 2} and mixtral.has_normalized_weights and mixtral.intermediate_size == 112
+    gpt_oss = read_config(CONFIGS["gpt-oss"].to_dict() | {"architectures": ["GptOssForCausalLM"]})
+    assert gpt_oss.moe is not None and gpt_oss.moe.has_bias and gpt_oss.has_sinks and gpt_oss.sliding_windows == (24, None, 24)
+    with pytest.raises(StartupError, match="swiglu_alpha and swiglu_limit must be"):
+        read("gpt-oss", "GptOssForCausalLM", swiglu_limit=5.0)
     assert read_config(CONFIGS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).moe is None

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.matrix import Dense
-from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_weight, read_kv, rms_norm, rotary, write_kv
+from services.compute.backends.torch.reference import Scores, kv_row_size, norm_heads, quantize_weight, read_kv, rms_norm, rotary, write_kv
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL
@@ -149,8 +149,10 @@ def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, 
     assert torch.equal(found[0][-1:], found[1])
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None, scores_of: Scores) -> torch.Tensor:
-    """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]. Returns [n, heads * d]."""
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None, scores_of: Scores, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]; sinks: [heads]. Returns [n, heads * d]."""
     group = q.shape[1] // k.shape[1]
     k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
@@ -160,10 +162,13 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions
     is_seen = keys <= positions[:, None]
     if window is not None:
         is_seen &= keys > positions[:, None] - window
-    return torch.einsum("hnc,chd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v).flatten(1)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hnc,chd->nhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
 
 
-@pytest.mark.parametrize(("group", "scores"), [(0, None), (0, Scores(0.3, 5.0)), (8, None), (32, Scores(0.3, 5.0))])
+@pytest.mark.parametrize(("group", "scores", "spread"), [(0, None, 0), (0, Scores(0.3, 5.0), 3), (8, None, 40), (32, Scores(0.3, 5.0), 0), (0, None, 2)])
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "contexts", "lengths"),
     [
@@ -176,8 +181,10 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions
         (Heads(9, 9, 256), 16, None, [40] * 33, [1] * 33),
     ],
 )
-def test_attention(heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int], group: int, scores: Scores | None) -> None:
-    """Over a cache that holds the context already; with angles of 0 nothing rotates, and the step's own K and V come from qkv."""
+def test_attention(
+    heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int], group: int, scores: Scores | None, spread: int
+) -> None:
+    """Over a cache that holds the context already; with angles of 0 nothing rotates, and the step's own K and V come from qkv. spread: of sinks."""
     dim, num_heads = heads.head_dim, heads.num_heads
     counts = [-(-context // block_size) for context in contexts]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
@@ -203,18 +210,19 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
 
     attention = native_backend().make_attention(heads, scores)
     assert isinstance(attention, NativeAttention)
+    sinks = randn(num_heads, seed=9).float() * spread if spread else None
     everything = inputs(list(range(len(contexts))), lengths, contexts, slice(0, num_tokens))
-    found = attention(qkv.clone(), native, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS).clone()
+    found = attention(qkv.clone(), native, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS, sinks=sinks).clone()
     kv = from_slabs(native, dim)
     for number, table in enumerate(tables):
         rows = slice(starts[number], starts[number + 1])
         k, v = (read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16).transpose(1, 2).flatten(0, 1)[: contexts[number]] for which in (0, 1))
         q = qkv[rows, : num_heads * dim].view(-1, num_heads, dim)
-        assert error(found[rows], exact_attention(q, k, v, positions[number], window, attention.scores)) < 5e-3
+        assert error(found[rows], exact_attention(q, k, v, positions[number], window, attention.scores, sinks)) < 5e-3
         for row in range(rows.start, rows.stop, 7):
             end = int(positions[number][row - rows.start]) + 1
             one = inputs([number], [1], [end], slice(row, row + 1))
-            alone = attention(qkv[row : row + 1].clone(), native, attention.plan(one, block_size), window=window, norms=(None, None), eps=EPS)
+            alone = attention(qkv[row : row + 1].clone(), native, attention.plan(one, block_size), window=window, norms=(None, None), eps=EPS, sinks=sinks)
             assert torch.equal(alone[0], found[row])
 
 

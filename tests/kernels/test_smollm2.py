@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from services.compute.backends.choose import choose_backend
 from services.compute.cache.kv_cache import KVCache
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder, ForwardBatch
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.matrix import Matrix
-from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.reference import Scores
 from shared.model.arrays import Array
 from shared.model.decision import Draws
 from shared.model.sampling_params import SamplingParams
@@ -58,7 +59,16 @@ class Attention(Protocol):
         ...
 
     def __call__(
-        self, qkv: Tensor, kv: Tensor, plan: Any, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        plan: Any,
+        *,
+        window: int | None,
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        rope: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend: see TorchAttention. The result is
         good until the plan's next call."""
@@ -84,6 +94,7 @@ class LayerWeights:
     qkv: Linear  # to (heads + 2 * kv_heads) * head_dim
     output: Linear  # from heads * head_dim
     mlp: Mlp
+    sinks: Tensor | None = None  # attention's, [heads] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +282,7 @@ class Backend(Protocol):
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
     ) -> Linear:
         """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
-        gate, and the result activation(gate) * the other half; activation: silu or gelu_tanh.
+        gate, and the result reference.gated's, with one of its ACTIVATIONS.
 
         quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not
         kept; group: inputs that share a scale, with four bits. Raises StartupError for a
@@ -289,7 +300,7 @@ class Backend(Protocol):
         ...
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
-        """Attention over make_kv_layer's caches; scores: Scores.of(heads) if there are none."""
+        """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none."""
         ...
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Taps
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
-from services.compute.backends.torch.reference import rms_norm
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
+from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
 
 
@@ -102,7 +102,7 @@ class Decoder:
         """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
         qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
-        h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)
+        h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks)
         if self.wiring.adds_in_layers:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)

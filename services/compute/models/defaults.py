@@ -15,6 +15,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "GemmaForCausalLM": _GEMMA,
+    "GptOssForCausalLM": _EPS | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
     "MinistralForCausalLM": _WINDOW,
     "MistralForCausalLM": _WINDOW,

@@ -26,6 +26,7 @@ class MoeConfig:
     has_normalized_weights: bool  # the weights of a token's experts are made to sum to 1
     shared_intermediate_size: int  # of the expert that all tokens have; 0: there is none
     sparse_layers: frozenset[int]  # the other layers have a plain MLP
+    has_bias: bool = False  # of the router and of the experts
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no mixture can be."""

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.compute.models.config import ModelConfig, read_config
+from services.compute.models.architectures import read_config
+from services.compute.models.config import ModelConfig
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 

@@ -18,7 +18,8 @@ from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.linear import NativeLinear
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.host_memory import give_back_free_memory
-from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, read_config
+from services.compute.models.architectures import read_config
+from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.tools.calibration.calibrate import calibrate
 from services.compute.tools.calibration.perplexity import perplexity
@@ -113,6 +114,8 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
+        if layer.sinks is not None:
+            tensors[prefix + "self_attn.sinks"] = layer.sinks
         packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output}
         packed |= {prefix + name: linear for name, linear in layer.mlp.linears.items()}
     for prefix, linear in packed.items():

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from services.compute.backends.matrix import Grouped
+from services.compute.weights import mxfp4
 
 GROUP = 32
 SUPER_BLOCK = 256  # inputs of the K formats' blocks
@@ -22,11 +23,6 @@ OFFSET_8 = tuple(range(-8, 8))
 PLAIN = tuple(range(16))
 # IQ4_NL's and IQ4_XS's values
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-# twice the values of MXFP4, some of which are halves; its scales are halved in turn
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-# of MXFP4's exponents, those whose halved scales are float16, from 2**-24 to 2**15
-LEAST_EXPONENT, LARGEST_EXPONENT = 104, 143
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +58,9 @@ def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Gr
 
 
 def has_wide_scales(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> bool:
-    """Whether float16 can't hold the scales of rows [n, bytes] uint8 in MXFP4, which are powers of
-    two; blocks of zeros have none that counts."""
-    if kind != GGMLQuantizationType.MXFP4:
-        return False
+    """Whether float16 can't hold the scales of rows [n, bytes] uint8, which only MXFP4's may be."""
     blocks = rows.reshape(-1, block_bytes)
-    is_wide = (blocks[:, 0] < LEAST_EXPONENT) | (blocks[:, 0] > LARGEST_EXPONENT)
-    return bool((is_wide & ((blocks[:, 1:] & 0x77) != 0).any(1)).any())
+    return kind == GGMLQuantizationType.MXFP4 and mxfp4.has_wide_scales(blocks[:, 1:], blocks[:, 0])
 
 
 def _half(data: Tensor) -> Tensor:
@@ -174,8 +166,7 @@ def _iq4_xs(blocks: Tensor) -> Parts:
 
 def _mxfp4(blocks: Tensor) -> Parts:
     """The first byte is the exponent of the scale."""
-    exponents = blocks[:, :1].clamp(LEAST_EXPONENT, LARGEST_EXPONENT).int() - 128
-    return Parts(_nibbles(blocks[:, 1:]), torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).half())
+    return Parts(_nibbles(blocks[:, 1:]), mxfp4.halved_scales(blocks[:, :1]))
 
 
 FORMATS = {
@@ -191,5 +182,5 @@ FORMATS = {
     GGMLQuantizationType.Q6_K: BlockFormat(_q6_k, bits=6, lowest=-32, group=16),
     GGMLQuantizationType.IQ4_NL: BlockFormat(_q4_0, IQ4),
     GGMLQuantizationType.IQ4_XS: BlockFormat(_iq4_xs, IQ4),
-    GGMLQuantizationType.MXFP4: BlockFormat(_mxfp4, MXFP4),
+    GGMLQuantizationType.MXFP4: BlockFormat(_mxfp4, mxfp4.TABLE),
 }

@@ -34,7 +34,7 @@ FLOATS = {
 }  # fmt: skip
 SLICE = 1 << 22  # weights that are dequantized at once: in float32 they take four bytes each
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 IN_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -51,9 +51,11 @@ IN_POST_NORM_LAYER = {
 IN_LAYER_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), IN_POST_NORM_LAYER),
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp"},
 }
-# an expert's matrix, which is a part of all experts' in one tensor; gates and ups may be one, too
-EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+# an expert's matrix or bias, which is a part of all experts' in one tensor; gates and ups may be one,
+# too
+EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 # whose files have the rows of q and k in another order
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 
@@ -71,7 +73,7 @@ class GgufSource:
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
         # a tied embedding is read twice, and a tensor of experts once for each
-        of_experts = sum(info.shape[0] - 1 for info in self.head.tensors.values() if info.name.endswith("_exps.weight"))
+        of_experts = sum(info.shape[0] - 1 for info in self.head.tensors.values() if "_exps." in info.name)
         num_reads = len(self._kinds) + ("output.weight" not in self._kinds) + of_experts
         self._progress = Progress(num_reads)
 
@@ -156,7 +158,7 @@ class GgufSource:
     def _find(self, name: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
         """The tensor of a Hugging Face name, of that shape. Raises StartupError."""
         if (match := EXPERT.fullmatch(name)) is not None:
-            return self._find_expert(match[1], int(match[2]), match[3], shape)
+            return self._find_expert(f"blk.{match[1]}.ffn_", int(match[2]), match[3], f"_exps.{match[4]}", shape)
         gguf_name = self._translate(name)
         info = self.head.tensors.get(gguf_name)
         if info is not None and info.shape == shape[1:] and shape[0] == 1:  # a matrix of one row may be a row
@@ -167,15 +169,16 @@ class GgufSource:
             raise StartupError(f"{self.folder}: {gguf_name} has the shape {info.shape}, the metadata says {shape}")
         return info, self._kinds[gguf_name]
 
-    def _find_expert(self, layer: str, number: int, which: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
-        """The place of an expert's matrix in the tensor of all experts. Raises StartupError."""
-        name, height = f"blk.{layer}.ffn_{which}_exps.weight", shape[0]
+    def _find_expert(self, start: str, number: int, which: str, end: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
+        """The place of an expert's matrix, or bias, in the tensor of all experts, whose name has this
+        start and end. Raises StartupError."""
+        name, height = start + which + end, shape[0]
         if name not in self.head.tensors and which != "down":
-            name, height = f"blk.{layer}.ffn_gate_up_exps.weight", 2 * shape[0]
+            name, height = start + "gate_up" + end, 2 * shape[0]
         info = self.head.tensors.get(name)
         if info is None:
-            raise StartupError(f"{self.folder}: the file has no tensor blk.{layer}.ffn_{which}_exps.weight (of experts)")
-        expected = (self.head.number(f"{self.architecture}.expert_count"), height, shape[1])
+            raise StartupError(f"{self.folder}: the file has no tensor {start}{which}{end} (of experts)")
+        expected = (self.head.number(f"{self.architecture}.expert_count"), height, *shape[1:])
         if info.shape != expected:
             raise StartupError(f"{self.folder}: {name} has the shape {info.shape}, the metadata says {expected}")
         part = replace(info, shape=shape)
@@ -186,7 +189,7 @@ class GgufSource:
         """A Hugging Face name as GGUF has it."""
         in_layer = IN_LAYER | IN_LAYER_OF.get(self.architecture, {})
         if (match := LAYER.fullmatch(name)) is not None and match[2] in in_layer:
-            return f"blk.{match[1]}.{in_layer[match[2]]}.{match[3]}"
+            return f"blk.{match[1]}.{in_layer[match[2]]}.{match[3] or 'weight'}"
         stem, _, kind = name.rpartition(".")
         return f"{TOP[stem]}.{kind}" if stem in TOP else name
 

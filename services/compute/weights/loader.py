@@ -19,6 +19,7 @@ from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
@@ -130,6 +131,7 @@ class Loader:
             qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
             output=self.linear(prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, quantization=self.packing.of_output),
             mlp=self.mixture(prefix, config.moe) if config.moe is not None and number in config.moe.sparse_layers else self.mlp(prefix),
+            sinks=self.source.dense(attention + "sinks", (config.num_heads,)).float() if config.has_sinks else None,
         )
 
     def mlp(self, prefix: str) -> Mlp:
@@ -142,17 +144,20 @@ class Loader:
         return self.backend.make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
 
     def mixture(self, prefix: str, moe: MoeConfig) -> MoeMlp:
-        """Load experts by Mixtral's names or by Qwen's; their experts each a tensor of its own, or
-        all in one, as transformers 5 has them in memory."""
+        """Load experts by Mixtral's names, by Qwen's or by gpt-oss'; their experts each a tensor of
+        its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        router = self.linear(prefix + "router.", [block + "gate."], [(moe.num_experts, hidden)], False, quantization="none")
+        source = block + ("router." if self.source.has(block + "router.weight") else "gate.")
+        router = self.linear(prefix + "router.", [source], [(moe.num_experts, hidden)], moe.has_bias, quantization="none")
         shared = None
         if moe.shared_intermediate_size:
             names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
             gate = self.linear(prefix + "shared.gate.", [block + "shared_expert_gate."], [(1, hidden)], False, quantization="none")
             shared = SharedExpert(self.expert(prefix + "shared.", names, moe.shared_intermediate_size), gate)
-        if self.source.has(block + "experts.gate_up_proj"):
+        if self.source.has(block + "experts.gate_up_proj_bias"):
+            experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in range(moe.num_experts)]
+        elif self.source.has(block + "experts.gate_up_proj"):
             experts = self.fused_experts(block, moe)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in range(moe.num_experts)]
@@ -160,13 +165,14 @@ class Loader:
 
     def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
         which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")
-        return self.expert(f"{prefix}experts.{number}.", [f"{block}experts.{number}.{each}." for each in which], moe.intermediate_size)
+        names = [f"{block}experts.{number}.{each}." for each in which]
+        return self.expert(f"{prefix}experts.{number}.", names, moe.intermediate_size, moe.has_bias)
 
-    def expert(self, name: str, sources: list[str], inter: int) -> Expert:
+    def expert(self, name: str, sources: list[str], inter: int, has_bias: bool = False) -> Expert:
         """name: when it is packed; sources: of gate, up and down."""
         hidden = self.config.hidden_size
-        gate_up = self.linear(name + "gate_up.", sources[:2], [(inter, hidden)] * 2, False, is_gated=True)
-        return Expert(gate_up, self.linear(name + "down.", sources[2:], [(hidden, inter)], False))
+        gate_up = self.linear(name + "gate_up.", sources[:2], [(inter, hidden)] * 2, has_bias, is_gated=True)
+        return Expert(gate_up, self.linear(name + "down.", sources[2:], [(hidden, inter)], has_bias))
 
     def fused_experts(self, block: str, moe: MoeConfig) -> list[Expert]:
         """Load experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
@@ -182,6 +188,19 @@ class Loader:
             )
             for number in range(moe.num_experts)
         ]
+
+    def gpt_oss_expert(self, block: str, number: int, moe: MoeConfig) -> Expert:
+        """Load one of experts in which gates and ups take turns."""
+        assert isinstance(self.source, SafetensorsSource)
+        hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
+        make, activation = self.backend.make_linear, self.config.activation
+        order = torch.arange(2 * inter).view(-1, 2).T.flatten()
+        gate_up, gate_up_bias = read_expert(self.source, block + "gate_up_proj", number, (2 * inter, hidden), order)
+        down, down_bias = read_expert(self.source, block + "down_proj", number, (hidden, inter), torch.arange(hidden))
+        return Expert(
+            make(gate_up, gate_up_bias, quantization=quantization, group=group, is_gated=True, activation=activation),
+            make(down, down_bias, quantization=quantization, group=group),
+        )
 
     def norm(self, name: str, size: int) -> Tensor:
         """The weight of a norm. A packed checkpoint has it with the offset."""

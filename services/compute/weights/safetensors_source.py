@@ -141,6 +141,20 @@ class SafetensorsSource:
         self.kept[kept.how] += 1
         return kept.matrix
 
+    def one_of(self, name: str, number: int, shape: tuple[int, ...]) -> Tensor:
+        """The part `number` of a tensor [count, *shape], as it is in its file. Raises StartupError."""
+        file = self._file(name)
+        try:
+            whole = file.get_slice(self._name_in_file[name])
+            if whole.get_shape()[1:] != list(shape) or number >= whole.get_shape()[0]:
+                raise StartupError(f"{self.file_by_name[name]}: {name} has the shape {tuple(whole.get_shape())}, config.json says {shape} for each expert")
+            part: Tensor = whole[number]
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{self.file_by_name[name]}: {error}") from None
+        if number == 0:
+            self._progress.update()
+        return part.to(self.device)
+
     def embedding(self, shape: tuple[int, int]) -> Tensor:
         return self.dense(EMBEDDING, shape)
 

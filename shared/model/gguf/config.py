@@ -14,7 +14,7 @@ MAX_LAYERS = 4096
 END_TOKENS = frozenset(
     {
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<|eot|>", "<EOT>", "<|end_of_turn|>",
-        "<|return|>",
+        "<|return|>", "<|call|>",
     }
 )  # fmt: skip
 

@@ -30,7 +30,6 @@ LACKS = {
     "gemma3n": "layers with several residuals, and embeddings of their own",
     "glm4": "a RoPE of neighbouring dimensions",
     "glm4moe": "experts chosen by sigmoid",
-    "gpt-oss": "attention sinks",
     "gpt2": "learned positions",
     "granitehybrid": "state spaces",
     "lfm2": "convolutions",
@@ -119,6 +118,20 @@ def _qwen2_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
 
 def _qwen3_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     return _qwen(head, prefix) | _experts(head, prefix) | {"norm_topk_prob": True}
+
+
+def _gpt_oss(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """The borders of its YaRN are not rounded: no file says it."""
+    experts = _experts(head, prefix)
+    return {
+        "hidden_act": "silu",
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "intermediate_size": experts["moe_intermediate_size"],
+        "sliding_window": head.number(prefix + "attention.sliding_window"),
+        "layer_types": _kinds(head, prefix, every=2),
+        "rope_parameters": make_rope(head, prefix, head_dim_of(head, prefix)) | {"truncate": False},
+    }
 
 
 def _phi3(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -233,6 +246,7 @@ FAMILIES = {
     "gemma": Family("GemmaForCausalLM", "gemma", _gemma),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", _gemma2, ("attn_logit_softcapping", "final_logit_softcapping")),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _gemma3, ("final_logit_softcapping",)),
+    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", _gpt_oss, ("expert_count",)),
     "granite": Family("GraniteForCausalLM", "granite", _granite, ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
     "llama": Family("LlamaForCausalLM", "llama", _llama, ("expert_count",)),
     "mistral3": Family("LlamaForCausalLM", "llama", _llama),

@@ -30,7 +30,8 @@ from services.compute.backends.backend import MassRequest, SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form
 from services.compute.backends.matrix import Dense, Float8, Matrix
-from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.reference import Scores
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import Reduction, begin_reduction
 from services.compute.sequence import Sequence

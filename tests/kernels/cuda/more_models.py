@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config, Qwen2MoeConfig
+from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, Olmo2Config, Qwen2MoeConfig
 
 from bench.gpu.models import check_model
 from services.compute.backends.cuda.backend import CudaBackend
@@ -16,6 +16,7 @@ WINDOWS = {"sliding_window": 12, "query_pre_attn_scalar": 20, "layer_types": ["s
 CONFIGS = {
     "gemma2": Gemma2Config(**SIZES, **WINDOWS, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "gemma3": Gemma3TextConfig(**SIZES, **WINDOWS, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),
+    "gpt-oss": GptOssConfig(**SIZES, sliding_window=12, num_local_experts=3, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES),
     "qwen2-moe": Qwen2MoeConfig(
         **SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, mlp_only_layers=[1]

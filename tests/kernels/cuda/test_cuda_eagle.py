@@ -9,7 +9,7 @@ from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.matrix import Dense
 from services.compute.cache.kv_cache import KVCache
-from services.compute.models.config import read_config
+from services.compute.models.architectures import read_config
 from services.compute.speculation.eagle_file import EagleWeights, read_eagle
 from services.compute.speculation.eagle_head import EagleHead, Places
 from tests.kernels.backends import CPU, FLOAT32

@@ -23,8 +23,8 @@ from services.compute.backends.cuda import search as search_module
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import CudaLinear, read_table
 from services.compute.backends.matrix import Dense, Grouped
-from services.compute.backends.torch.attention import Heads, Scores
-from services.compute.backends.torch.reference import NF4_TABLE
+from services.compute.backends.torch.attention import Heads
+from services.compute.backends.torch.reference import NF4_TABLE, Scores
 from shared.process.errors import StartupError
 from tests.kernels.backends import CPU
 
@@ -46,8 +46,9 @@ def test_linear_layers(form: str, dtype: torch.dtype) -> None:
         assert has_held(check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True)))
 
 
-def test_a_gate_of_gelu() -> None:
-    assert has_held(check_linear(CudaBackend(BFLOAT16, CPU), "none", LinearCase(3, 40, 32, activation="gelu_tanh", has_bias=True, has_residual=True)))
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+def test_other_gates(activation: str) -> None:
+    assert has_held(check_linear(CudaBackend(BFLOAT16, CPU), "none", LinearCase(3, 40, 32, activation=activation, has_bias=True, has_residual=True)))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_a_gate_of_gelu() -> None:
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 24), (1, 20))),
         (BFLOAT16, AttentionCase(Heads(4, 1, 16), (30, 80), (17, 3), window=40)),
+        (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 131, 24), (1, 1, 20), window=40, has_sinks=True)),
     ],
 )
 def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:

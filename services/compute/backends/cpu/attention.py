@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cpu.library import Attention, CacheRows, Context, Rotation, pointer
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
-from services.compute.backends.torch.reference import kv_group
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
+from services.compute.backends.torch.reference import Scores, kv_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class NativeAttention:
         self.context = context
         self.buffers = buffers
         self.heads = heads
-        self.scores = scores or Scores.of(heads)
+        self.scores = scores or Scores.of(heads.head_dim)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
         width = max(-(-context // block_size) for context in inputs.context_lens)
@@ -56,7 +56,16 @@ class NativeAttention:
         return NativePlan(rotation, attention, out, inputs.ropes, (starts, contexts, tables, inputs.slot_mapping))
 
     def __call__(
-        self, qkv: Tensor, kv: Tensor, plan: NativePlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        plan: NativePlan,
+        *,
+        window: int | None,
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        rope: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
         rotation.qkv = attention.queries = qkv.data_ptr()
@@ -64,7 +73,7 @@ class NativeAttention:
         rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
         rotation.is_norm_joint = is_joint(norms[0], self.heads.head_dim)
-        attention.query_stride, attention.window = qkv.shape[1], window or 0
+        attention.query_stride, attention.window, attention.sinks = qkv.shape[1], window or 0, pointer(sinks)
         self.context.rotate_and_write(ctypes.byref(rotation))
         self.context.attention(ctypes.byref(attention))
         return plan.out

@@ -15,8 +15,9 @@ from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.cpu.row_search import NativeRowSearch
 from services.compute.backends.cpu.stack import NativeStack
 from services.compute.backends.matrix import Joined, Matrix
-from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.backends.torch.reference import Scores
 
 
 class CpuBackend:

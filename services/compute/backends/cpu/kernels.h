@@ -37,7 +37,7 @@ enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kInt4 = 2, kFourBit = 3, kInt8
 // What an instruction set multiplies in a GEMM by groups (its kValues): int8 values, or unsigned
 // bytes, which are the values and as much as makes the lowest 0.
 enum ValueKind { kSigned, kUnsigned, kUnsignedIfNarrow };
-enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
 
 constexpr int64_t kBlock = 256;
 
@@ -49,8 +49,8 @@ struct Weight {
   int64_t n, k;             // output and input features
   int64_t padded_n;         // a multiple of kPair
   int64_t padded_k;         // a multiple of 64 bytes, and of the group
-  // columns alternate by tiles between gate and up: the output is activation(gate) * up, half as
-  // wide
+  // columns alternate by tiles between gate and up: the output is the gate's activation times up,
+  // half as wide
   int64_t is_gated;
   // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; with fewer bits as described above
   const void* data;
@@ -149,6 +149,7 @@ struct Attention {
   int64_t window;  // how many tokens back each sees, itself included; 0: all
   float scale;
   float cap;      // a score becomes cap * tanh(score / cap); 0: no cap
+  const float* sinks;  // [num_heads], one more score of each softmax, without a value; or null
   uint16_t* out;  // bf16 [tokens][num_heads * head_dim]
   void* workspace;
 };
@@ -225,6 +226,7 @@ struct Layer {
   CacheRows cache;
   int64_t window;  // Attention's
   int64_t rope;    // whose cosines and sines
+  const float* sinks;  // Attention's
 };
 
 // All layers of a step. rotation and attention hold what all layers have in common; each layer

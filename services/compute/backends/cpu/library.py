@@ -58,6 +58,7 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "num_heads", "head_dim", "window")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
+        ("sinks", Pointer),
         ("out", Pointer),
         ("workspace", Pointer),
     ]
@@ -102,6 +103,7 @@ class Layer(ctypes.Structure):
         ("cache", CacheRows),
         ("window", ctypes.c_int64),
         ("rope", ctypes.c_int64),
+        ("sinks", Pointer),
     ]
 
 

@@ -23,7 +23,7 @@ from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
 FOUR_BIT_GROUPS = (32, 64, 128)  # of four-bit codes
 GROUPS = (16, 32, 64, 128)

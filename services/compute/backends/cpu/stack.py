@@ -32,7 +32,7 @@ class NativeStack:
                 setattr(each, name, ctypes.pointer(linear.struct))
             norms = layer.norms
             each.norms = Norms(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
-            each.window, each.rope = window or 0, rope
+            each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
 
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention

@@ -14,7 +14,8 @@ from services.compute.backends.buffers import Buffers
 from services.compute.backends.cuda.graphs import pad_to_bucket
 from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
+from services.compute.backends.torch.reference import Scores
 from shared.process.errors import StartupError
 
 ROWS = 64  # of a tile: queries times the query heads that share a KV head
@@ -71,7 +72,7 @@ class CudaAttention:
         self.buffers = buffers
         self.dtype = dtype
         self.heads = heads
-        self.scores = scores or Scores.of(heads)
+        self.scores = scores or Scores.of(heads.head_dim)
         self.sharing: int = triton.next_power_of_2(sharing)
         self.dim: int = max(triton.next_power_of_2(heads.head_dim), 16)
 
@@ -123,7 +124,16 @@ class CudaAttention:
         )  # fmt: skip
 
     def __call__(
-        self, qkv: Tensor, kv: Tensor, plan: CudaPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        plan: CudaPlan,
+        *,
+        window: int | None,
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        rope: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         heads, shape = self.heads, self._shape(kv, plan.block_size)
         q_norm, k_norm = norms
@@ -148,7 +158,7 @@ class CudaAttention:
         for first, count, splits in ((0, plan.num_split, min(SPLITS, num_ranges)), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
-                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.out, plan.parts, plan.stats,
+                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, sinks, plan.out, plan.parts, plan.stats,
                     num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
                     **shape, NUM_HEADS=heads.num_heads, SHARING=self.sharing, ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
                     IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,
@@ -156,7 +166,7 @@ class CudaAttention:
         if plan.num_split:
             num_parts = plan.merged.shape[1]
             kernels.merge_ranges[(num_parts, heads.num_kv_heads)](
-                plan.merged, plan.parts, plan.stats, plan.out, num_parts, num_ranges, window,
+                plan.merged, plan.parts, plan.stats, sinks, plan.out, num_parts, num_ranges, window,
                 NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEAD_DIM=heads.head_dim, SHARING=self.sharing, DIM=self.dim, RANGE=RANGE,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip

@@ -18,9 +18,9 @@ from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Matrix
-from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
-from services.compute.backends.torch.reference import kv_row_size, quantize_weight
+from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 

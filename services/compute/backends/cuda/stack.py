@@ -43,7 +43,7 @@ class CudaStack:
                 taps.keep(number, x)
             norms = layer.norms
             qkv = layer.qkv(x, norm=norms.before_attention, eps=wiring.eps)
-            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=wiring.eps, rope=rope)
+            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=wiring.eps, rope=rope, sinks=layer.sinks)
             if wiring.adds_in_layers:
                 x = layer.output(h, residual=x)
                 x = layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps)

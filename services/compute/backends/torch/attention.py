@@ -1,13 +1,12 @@
 """Attention over the paged cache: what it needs to know of a step, and how it is done in plain
 torch."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from services.compute.backends.torch.reference import RANGE, norm_heads, paged_attention, rotary, write_kv
+from services.compute.backends.torch.reference import RANGE, Scores, norm_heads, paged_attention, rotary, write_kv
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 
@@ -29,20 +28,6 @@ class Heads:
         """Whether native code runs heads of this form."""
         is_in_lanes = self.head_dim % 32 == 0 and (self.rotary_dim or self.head_dim) % 32 == 0
         return is_in_lanes and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.num_heads // self.num_kv_heads <= MAX_NATIVE_GROUP
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The changes to q . k before the softmax."""
-
-    scale: float  # multiplies it
-    cap: float = 0.0  # it becomes cap * tanh(it / cap); 0: no cap
-
-    @classmethod
-    def of(cls, heads: Heads) -> "Scores":
-        """1 / sqrt(head_dim) and no cap: Vaswani et al., "Attention Is All You Need" (2017),
-        section 3.2.1."""
-        return cls(1.0 / math.sqrt(heads.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +70,9 @@ class TorchAttention:
     """`plan` once a step, then a call for each layer."""
 
     def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
-        """scores: Scores.of(heads) if there are none."""
+        """scores: Scores.of(heads.head_dim) if there are none."""
         self.heads = heads
-        self.scores = scores or Scores.of(heads)
+        self.scores = scores or Scores.of(heads.head_dim)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
         """One group for each number of tokens and each power of two of ranges, so that at most half
@@ -112,14 +97,24 @@ class TorchAttention:
         return PieceGroup(rows, positions, torch.tensor([table + (0,) * (width - len(table)) for table in tables], device=device), context_lens)
 
     def __call__(
-        self, qkv: Tensor, kv: Tensor, plan: TorchPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+        self,
+        qkv: Tensor,
+        kv: Tensor,
+        plan: TorchPlan,
+        *,
+        window: int | None,
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        rope: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend.
 
         qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2,
         blocks, kv_heads, block_size, head_dim]; window: how many tokens back each sees; norms: of q
         and k, where the model has them, [head_dim] for each head, or [heads * head_dim] for all
-        together; rope: which of the plan's. Returns [T, heads * head_dim].
+        together; rope: which of the plan's; sinks: [heads] float32, see paged_attention. Returns
+        [T, heads * head_dim].
         """
         heads, inputs = self.heads, plan.inputs
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
@@ -131,7 +126,5 @@ class TorchAttention:
         write_kv(kv, k, v, inputs.slot_mapping)
         out = torch.empty_like(q)
         for group in plan.groups:
-            out[group.rows] = paged_attention(
-                q[group.rows], kv, group.block_tables, group.positions, group.context_lens, window, scale=self.scores.scale, cap=self.scores.cap
-            )
+            out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.positions, group.context_lens, window, self.scores, sinks)
         return out.flatten(1)

@@ -6,6 +6,7 @@ the contract.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -157,13 +158,17 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x, weight, eps) if len(weight) == x.shape[-1] else rms_norm(x.flatten(1), weight, eps).view_as(x)
 
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of clamped_swiglu
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, with one of ACTIVATIONS. gate_up: [T, 2 * intermediate], gate first.
-    Returns [T, intermediate]."""
+    """The MLP between its products, with one of ACTIVATIONS: silu(gate) * up, gelu_tanh(gate) * up,
+    or gpt-oss' clamped_swiglu. gate_up: [T, 2 * intermediate], gate first. Returns [T,
+    intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(gate.float(), up.float()).to(gate.dtype)
     return (silu(gate.float()) if activation == "silu" else gelu_tanh(gate.float())).to(gate.dtype) * up
 
 
@@ -177,6 +182,13 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """x times the normal distribution's mass up to x, nearly (Hendrycks and Gimpel 2016, "Gaussian
     Error Linear Units", section 2), of float32."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate), of float32, with the gate at most SWIGLU_LIMIT
+    and up within it (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.2)."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate / (1.0 + torch.exp(-SWIGLU_ALPHA * gate)) * (up + 1.0)
 
 
 def add_scaled(x: Tensor, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
@@ -238,8 +250,29 @@ def read_kv(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return (values * scales.repeat_interleave(group, -1)).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The changes to q . k before the softmax."""
+
+    scale: float  # multiplies it
+    cap: float = 0.0  # it becomes cap * tanh(it / cap); 0: no cap
+
+    @classmethod
+    def of(cls, head_dim: int) -> "Scores":
+        """1 / sqrt(head_dim) and no cap: Vaswani et al., "Attention Is All You Need" (2017),
+        section 3.2.1."""
+        return cls(1.0 / math.sqrt(head_dim))
+
+
 def paged_attention(
-    q: Tensor, kv: Tensor, block_tables: Tensor, positions: Tensor, context_lens: Tensor, window: int | None, *, scale: float, cap: float = 0.0
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    positions: Tensor,
+    context_lens: Tensor,
+    window: int | None,
+    scores: Scores,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap * tanh(scale * q . k / cap)) v over the paged cache, in float32, for some tokens
     of each of n sequences.
@@ -247,7 +280,9 @@ def paged_attention(
     q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64,
     padded with any valid block; positions: [n, tokens] int64, of the
     queries; context_lens: [n] int64: from there on nothing is read; window: how many tokens back
-    each sees, itself included. Returns q's shape.
+    each sees, itself included; sinks: [heads] float32, one more score in each softmax, without a
+    value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Returns
+    q's shape.
 
     Keys are taken a range at a time, from position 0 on, with a running maximum, sum and output for
     each query (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), and the
@@ -273,10 +308,15 @@ def paged_attention(
         is_seen = keys <= ends
         if window is not None:
             is_seen &= keys > ends - window
-        scores = cap_scores((rows @ k.transpose(2, 3)) * scale, cap).masked_fill(~is_seen, -torch.inf)
-        before, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
-        weights, factor = torch.exp(scores - highest), torch.exp(before - highest)
+        changed = cap_scores((rows @ k.transpose(2, 3)) * scores.scale, scores.cap).masked_fill(~is_seen, -torch.inf)
+        before, highest = highest, torch.maximum(highest, changed.amax(-1, keepdim=True))
+        weights, factor = torch.exp(changed - highest), torch.exp(before - highest)
         total = total * factor + weights.sum(-1, keepdim=True)
         out = out * factor + weights @ v.masked_fill((keys >= context_lens[:, None])[:, None, :, None], 0.0)
+    if sinks is not None:
+        sink = F.pad(sinks.view(num_kv_heads, 1, group).expand(-1, num_tokens, -1).flatten(1), (0, rows.shape[2] - num_rows))[None, :, :, None]
+        top = torch.maximum(highest, sink)
+        shrink = torch.exp(highest - top)
+        out, total = out * shrink, total * shrink + torch.exp(sink - top)
     found = (out / total)[:, :, :num_rows].to(q.dtype)
     return found.view(n, num_kv_heads, num_tokens, group, head_dim).transpose(1, 2).reshape(q.shape)

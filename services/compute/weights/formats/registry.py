@@ -9,6 +9,7 @@ from services.compute.weights.formats.bitsandbytes import read_bitsandbytes
 from services.compute.weights.formats.compressed import read_compressed
 from services.compute.weights.formats.fp8 import read_fp8
 from services.compute.weights.formats.gptq import read_gptq
+from services.compute.weights.formats.mxfp4 import read_mxfp4
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import Format
 from shared.process.errors import StartupError
@@ -21,6 +22,7 @@ READERS: dict[str, Callable[[Options], Format]] = {
     "fbgemm_fp8": read_fp8,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 

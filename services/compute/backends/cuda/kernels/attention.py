@@ -171,9 +171,21 @@ def merge(largest, mass, total, other_largest, other_mass, other_total):
     return new_largest, mass, total * shrink[:, None] + other_total * other_shrink[:, None]
 
 
+@triton.jit
+def finished(largest, mass, total, sinks_ptr, head, is_row):
+    """What rows attend to in all, with their head's sink as one more score, if there are any."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
+        top = tl.maximum(largest, sink)
+        shrink = tl.exp(largest - top)
+        mass = mass * shrink + tl.exp(sink - top)
+        total = total * shrink[:, None]
+    return total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_tiles", "table_width", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr"])
 def attend(
-    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, out_ptr, parts_ptr, stats_ptr,
+    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
@@ -183,7 +195,7 @@ def attend(
 
     tiles: [4, num_tiles] int64: first token in the step, number of queries (0: padding), sequence,
     the first query's part; contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
-    the step less its position; tables: [sequences, table_width]. A tile's rows are its queries
+    the step less its position; tables: [sequences, table_width]; sinks: [heads] float32, or None. A tile's rows are its queries
     times the SHARING (a power of two) query heads of a KV head. Writes out [T, heads * head_dim],
     or by query and range parts [parts, heads, max_ranges, head_dim] and stats [parts, heads,
     max_ranges, 2] of largest score and mass, float32.
@@ -227,19 +239,19 @@ def attend(
             else:
                 largest, mass, total = merge(largest, mass, total, range_largest, range_mass, range_total)
         if not IS_SPLIT:
-            out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+            out = finished(largest, mass, total, sinks_ptr, head, is_row)
             tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_parts", "max_ranges"], do_not_specialize_on_alignment=["merged_ptr"])
 def merge_ranges(
-    merged_ptr, parts_ptr, stats_ptr, out_ptr, num_parts, max_ranges, window,
+    merged_ptr, parts_ptr, stats_ptr, sinks_ptr, out_ptr, num_parts, max_ranges, window,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
     """Merge what `attend` wrote by range, in order: a program a query and KV head.
 
     merged: [2, num_parts] int64: each query's token in the step, and how many tokens of its
-    sequence are up to it (0: padding).
+    sequence are up to it (0: padding); sinks: as in `attend`.
     """
     query, kv_head = tl.program_id(0), tl.program_id(1)
     end = tl.load(merged_ptr + num_parts + query)
@@ -260,5 +272,5 @@ def merge_ranges(
             range_mass = tl.load(stats_ptr + 2 * part + 1, mask=is_row, other=0.0)
             range_total = tl.load(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
             largest, mass, total = merge(largest, mass, total, range_largest, range_mass, range_total)
-        out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        out = finished(largest, mass, total, sinks_ptr, head, is_row)
         tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)

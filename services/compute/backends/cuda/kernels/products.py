@@ -160,9 +160,9 @@ def multiply(
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, n]: the product, activation(product) * the product of the columns from n on
-    (ACTIVATION: silu, gelu_tanh, or None: no gate), plus the residual. Rounded once, to out's
-    dtype."""
+    """out [num_rows, n]: the product, or, gated by it, the product of the columns from n on
+    (ACTIVATION: one of reference.ACTIVATIONS, or None: no gate), plus the residual. Rounded once,
+    to out's dtype."""
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     number = tl.program_id(0)
     row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
@@ -180,7 +180,7 @@ def multiply(
             x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns + n, k, w_stride, height,
             low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        total = activated(total, ACTIVATION) * up
+        total = gated(total, up, ACTIVATION)
     store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
 
 
@@ -196,7 +196,7 @@ def finish_product(
     total = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, n, num_rows, n, 1 if ACTIVATION is None else 2)
     if ACTIVATION is not None:
         up = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns + n, 2 * n, num_rows, n, 2)
-        total = activated(total, ACTIVATION) * up
+        total = gated(total, up, ACTIVATION)
     store_tile(total, residual_ptr, out_ptr, rows, columns, num_rows, n)
 
 
@@ -215,11 +215,15 @@ def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, column
 
 
 @triton.jit
-def activated(gate, ACTIVATION: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """reference.gated of float32."""
     if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate))
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "gelu_tanh":
+        return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up
     else:
-        return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+        gate = tl.minimum(gate, 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
 
 
 @triton.jit

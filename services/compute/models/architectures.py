@@ -1,0 +1,354 @@
+"""A reader of config.json for each architecture."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
+from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
+from services.compute.models.defaults import DEFAULTS
+from services.compute.models.moe import MoeConfig
+from services.compute.models.rope import no_rope, read_rope
+from services.compute.models.sizes import check_sizes
+from shared.process.errors import StartupError
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+
+# As config.json calls it, and what it is: SiLU, or GELU by tanh (Hendrycks and Gimpel 2016, section 2).
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+# gpt-oss' RoPE
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+Config = dict[str, Any]  # a parsed config.json
+
+
+def architecture_of(config: Config) -> str:
+    """The first that config.json names; `none` if it names none. Raises StartupError."""
+    names = config.get("architectures") or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise StartupError("config.json: architectures is not a list of names")
+    return names[0]
+
+
+def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
+    """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
+
+    max_model_len: the longest sequence that will be computed, if it is not the model's own (see
+    read_rope).
+    """
+    architecture = architecture_of(config)
+    reader = ARCHITECTURES.get(architecture)
+    if reader is None:
+        raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+    config = DEFAULTS.get(architecture, {}) | config
+    quantized = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(quantized, dict):
+        raise StartupError("config.json: quantization_config is not an object")
+    is_packed = quantized.get("quant_method") == PACKED_METHOD
+    if config.get("use_bidirectional_attention"):
+        raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
+    try:
+        check_sizes(config)
+        read = reader(config, max_model_len or config["max_position_embeddings"])
+        packed = _packed(quantized) if is_packed else None
+    except KeyError as error:
+        raise StartupError(f"config.json has no {error.args[0]}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
+        reason = str(error).partition("\n")[0][:200]
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
+    if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
+        raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
+    if read.num_heads % read.num_kv_heads:
+        raise StartupError(f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads {read.num_kv_heads}")
+    return replace(read, packed=packed, quantization_config=None if is_packed else quantized or None)
+
+
+def _packed(quantized: Config) -> Packed:
+    """quantization_config as penstock quantize wrote it; at first it packed the LM head like the
+    layers, and did not say so."""
+    return Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False), quantized.get("lm_head", True))
+
+
+def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
+    """The configuration that all families share, and nothing else. rotary_share: of a head's
+    dimensions, how many are rotated."""
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise StartupError(f"hidden_act {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    has_attention_bias = bool(config.get("attention_bias", False))
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[activation],
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=bool(config.get("attention_out_bias", has_attention_bias)),
+        has_mlp_bias=bool(config.get("mlp_bias", False)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        attention_scale=1.0 / math.sqrt(head_dim),
+        ropes=(read_rope(config, int(head_dim * rotary_share), max_model_len),),
+        rope_of_layer=(0,) * num_layers,
+        sliding_windows=(None,) * num_layers,
+    )
+
+
+def _internlm3(config: Config, max_model_len: int) -> ModelConfig:
+    """Llama, with other names of the biases."""
+    biases = {"attention_bias": config.get("qkv_bias", config.get("attention_bias")), "mlp_bias": config.get("bias", config.get("mlp_bias"))}
+    return _llama(config | biases, max_model_len)
+
+
+def _mistral(config: Config, max_model_len: int) -> ModelConfig:
+    """Llama, all of whose layers may have a sliding window."""
+    read = _llama(config, max_model_len)
+    return replace(read, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
+
+
+def _ministral(config: Config, max_model_len: int) -> ModelConfig:
+    """Mistral, some of whose layers see all."""
+    read = _llama(config, max_model_len)
+    return replace(read, sliding_windows=_windows(config, config.get("layer_types") or [SLIDING] * read.num_layers))
+
+
+def _qwen2(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_llama(config, max_model_len), has_qkv_bias=True, sliding_windows=_qwen_windows(config))
+
+
+def _qwen3(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_llama(config, max_model_len), has_qk_norm=True, sliding_windows=_qwen_windows(config))
+
+
+def _qwen_windows(config: Config) -> tuple[int | None, ...]:
+    """Windows by layer_types, or for the layers from max_window_layers on; when switched on."""
+    first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return _windows(config, kinds) if config.get("use_sliding_window", False) else (None,) * num_layers
+
+
+def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
+    """Mistral with a mixture of experts in each layer."""
+    read = _mistral(config, max_model_len)
+    return replace(
+        read,
+        moe=MoeConfig(
+            num_experts=config["num_local_experts"],
+            num_active=config["num_experts_per_tok"],
+            intermediate_size=read.intermediate_size,
+            has_normalized_weights=True,
+            shared_intermediate_size=0,
+            sparse_layers=frozenset(range(read.num_layers)),
+        ),
+    )
+
+
+def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """Qwen 2 MoE: of the layers before max_window_layers, every other has a window, the first among
+    them; when switched on."""
+    first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)]
+    moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
+    return replace(_qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
+
+
+def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """A sliding window, where it is switched on, is all layers'."""
+    read = _qwen3(config, max_model_len)
+    window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
+    return replace(read, sliding_windows=(window,) * read.num_layers, moe=_qwen_moe(config))
+
+
+def _qwen_moe(config: Config) -> MoeConfig:
+    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5
+    writes num_experts as num_local_experts."""
+    plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return MoeConfig(
+        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        num_active=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        has_normalized_weights=bool(config.get("norm_topk_prob", False)),
+        shared_intermediate_size=0,
+        sparse_layers=frozenset(layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0),
+    )
+
+
+def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
+    """gpt-oss: every other layer has a window, the first among them. A config.json without RoPE means
+    the published models'."""
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config = config | {"rope_scaling": YARN}
+    read = _llama(config, max_model_len)
+    if (config.get("swiglu_alpha", SWIGLU_ALPHA), config.get("swiglu_limit", SWIGLU_LIMIT)) != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+        raise StartupError(f"config.json: swiglu_alpha and swiglu_limit must be {SWIGLU_ALPHA} and {SWIGLU_LIMIT}")
+    return replace(
+        read,
+        activation="clamped_swiglu",
+        has_sinks=True,
+        sliding_windows=_windows(config, _layer_types(config, pattern=2)),
+        moe=MoeConfig(
+            num_experts=config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
+            num_active=config["num_experts_per_tok"],
+            intermediate_size=read.intermediate_size,
+            has_normalized_weights=True,
+            shared_intermediate_size=0,
+            sparse_layers=frozenset(range(read.num_layers)),
+            has_bias=True,
+        ),
+    )
+
+
+def _phi3(config: Config, max_model_len: int) -> ModelConfig:
+    """Phi-3, 3.5 and 4. Their first checkpoints call longrope su, or yarn."""
+    config = config | {name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)}
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {share}, not a share")
+    read = _llama(config, max_model_len, rotary_share=share)
+    return replace(read, has_fused_projections=True, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
+
+
+def _as_longrope(rope: Config) -> Config:
+    kind = rope.get("rope_type", rope.get("type"))
+    return rope | {"rope_type": "longrope"} if kind in ("su", "yarn") else rope
+
+
+def _gemma(config: Config, max_model_len: int) -> ModelConfig:
+    """Gemma. The first checkpoints say gelu and mean the tanh form."""
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    read = _llama(config | {"hidden_activation": activation}, max_model_len)
+    return replace(read, norm_offset=1.0, embedding_multiplier=math.sqrt(read.hidden_size))
+
+
+def _gemma2(config: Config, max_model_len: int) -> ModelConfig:
+    """Every other layer has a window, the first among them."""
+    return replace(
+        _gemma(config, max_model_len),
+        has_post_norms=True,
+        attention_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        attention_cap=config.get("attn_logit_softcapping") or 0.0,
+        logits_cap=config.get("final_logit_softcapping") or 0.0,
+        sliding_windows=_windows(config, _layer_types(config, pattern=2)),
+    )
+
+
+def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
+    """Five layers with a window, and RoPE of their own, for each that sees all. The text part of
+    the multimodal models, too."""
+    kinds = _layer_types(config, pattern=int(config.get("sliding_window_pattern", 6)))
+    read = _gemma2(config | {"layer_types": kinds}, max_model_len)
+    local = config | {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    return replace(
+        read,
+        has_qk_norm=True,
+        ropes=(read.ropes[0], read_rope(local, read.head_dim, max_model_len, SLIDING)),
+        rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds),
+    )
+
+
+def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
+    read = _llama(config, max_model_len)
+    return replace(read, has_pre_norms=False, has_post_norms=True, has_qk_norm=True, is_qk_norm_joint=True)
+
+
+def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
+    """OLMo 2 with a window in three of four layers; only the fourth's RoPE is scaled."""
+    kinds = _layer_types(config, pattern=4)
+    read = _olmo2(config, max_model_len)
+    local = read_rope(config | {"rope_scaling": None}, read.head_dim, max_model_len, SLIDING)
+    return replace(read, ropes=(read.ropes[0], local), rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds), sliding_windows=_windows(config, kinds))
+
+
+def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
+    """EXAONE 4: where some layers have a window, the others do not rotate."""
+    read = _llama(config, max_model_len)
+    has_windows = config.get("sliding_window") is not None
+    pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
+    kinds = _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern)) if has_windows else [FULL] * read.num_layers
+    return replace(
+        read,
+        has_pre_norms=False,
+        has_post_norms=True,
+        has_qk_norm=True,
+        ropes=(no_rope(read.head_dim), *read.ropes),
+        rope_of_layer=tuple(int(kind == SLIDING or not has_windows) for kind in kinds),
+        sliding_windows=_windows(config, kinds),
+    )
+
+
+def _granite(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(
+        _llama(config, max_model_len),
+        embedding_multiplier=config.get("embedding_multiplier", 1.0),
+        residual_multiplier=config.get("residual_multiplier", 1.0),
+        attention_scale=config.get("attention_multiplier", 1.0),
+        logits_multiplier=1.0 / config.get("logits_scaling", 1.0),
+    )
+
+
+def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
+    read = _llama(config, max_model_len)
+    return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
+
+
+def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
+    """Every fourth layer does not rotate. no_rope_layers has a 1 for each that does."""
+    read = _llama(config, max_model_len)
+    interval = config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(read.num_layers)]
+    rotated = rotated[: read.num_layers]
+    kinds = config.get("layer_types") or [FULL if each else SLIDING for each in rotated]
+    return replace(
+        read,
+        ropes=(no_rope(read.head_dim), *read.ropes),
+        rope_of_layer=tuple(rotated),
+        sliding_windows=_windows(config, kinds) if config.get("use_sliding_window", False) else read.sliding_windows,
+    )
+
+
+def _layer_types(config: Config, *, pattern: int) -> list[str]:
+    """The kind of each layer: as config.json says, or each pattern-th sees all."""
+    return config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])]
+
+
+def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
+    """Per layer, how many tokens attention sees, this one included. Raises StartupError for a kind
+    of layer that attention can't be."""
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise StartupError(f"layers of the type {unknown[0]} are not supported; these are: {FULL}, {SLIDING}")
+    window: int | None = config.get("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
+    "Exaone4ForCausalLM": _exaone4,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "GemmaForCausalLM": _gemma,
+    "GptOssForCausalLM": _gpt_oss,
+    "GraniteForCausalLM": _granite,
+    "InternLM3ForCausalLM": _internlm3,
+    "LlamaForCausalLM": _llama,
+    "MinistralForCausalLM": _ministral,
+    "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "SeedOssForCausalLM": _seed_oss,
+    "SmolLM3ForCausalLM": _smollm3,
+}

@@ -1,0 +1,22 @@
+"""gpt-oss' checkpoints: their experts are in MXFP4 (weights/mxfp4.py), which the loader reads by
+itself; all linear layers are plain."""
+
+from dataclasses import dataclass
+
+from services.compute.weights.formats.options import Options
+from services.compute.weights.formats.stored import Format, Kept, StoredLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Experts:
+    description: str = "experts in MXFP4"
+
+    def holds(self, layer: StoredLayer) -> bool:  # noqa: ARG002
+        return False
+
+    def matrix(self, layer: StoredLayer) -> Kept:
+        raise layer.refuse("weight", "is a linear layer, which MXFP4 has none of here")
+
+
+def read_mxfp4(options: Options) -> Format:  # noqa: ARG001
+    return Mxfp4Experts()

@@ -1,0 +1,57 @@
+"""MXFP4: four-bit floats with one power of two for each 32 inputs (Open Compute Project, "Microscaling
+Formats (MX)", 2023, sections 5.3.3 and 6.3). gpt-oss has its experts in it."""
+
+import torch
+from torch import Tensor
+
+from services.compute.backends.matrix import Dense, Grouped, Matrix
+from services.compute.weights.formats.stored import AS_THEY_ARE
+from services.compute.weights.safetensors_source import SafetensorsSource
+from shared.process.errors import StartupError
+
+GROUP = 32
+# twice the values, some of which are halves; scales are halved in turn
+TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# of the exponents, those whose halved scales are float16, from 2**-24 to 2**15
+LEAST_EXPONENT, LARGEST_EXPONENT = 104, 143
+
+
+def has_wide_scales(codes: Tensor, exponents: Tensor) -> bool:
+    """Whether float16 can't hold the scales; groups of zeros have none that counts. codes: [...,
+    groups, bytes] uint8, two to a byte; exponents: [..., groups] uint8."""
+    is_wide = (exponents < LEAST_EXPONENT) | (exponents > LARGEST_EXPONENT)
+    return bool((is_wide & ((codes & 0x77) != 0).any(-1)).any())
+
+
+def halved_scales(exponents: Tensor) -> Tensor:
+    """What TABLE's values are multiplied by, of uint8 exponents, as float16."""
+    powers = exponents.clamp(LEAST_EXPONENT, LARGEST_EXPONENT).int() - 128
+    return torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers).half()
+
+
+def read_expert(source: SafetensorsSource, name: str, number: int, shape: tuple[int, int], order: Tensor) -> tuple[Matrix, Tensor]:
+    """An expert's matrix [n, k] and its bias [n] of gpt-oss' files, rows in this order: blocks in MXFP4,
+    [experts, n, ...], or weights [experts, k, n]. Raises StartupError."""
+    (n, k), dtype = shape, source.dtype
+    bias = source.one_of(name + "_bias", number, (n,))[order].to(dtype)
+    if not source.has(name + "_blocks"):
+        return Dense(source.one_of(name, number, (k, n)).T[order].to(dtype)), bias
+    shapes = {"_blocks": (n, -(-k // GROUP), GROUP // 2), "_scales": (n, -(-k // GROUP))}
+    blocks, exponents = (source.one_of(name + part, number, some)[order] for part, some in shapes.items())
+    if blocks.dtype != torch.uint8 or exponents.dtype != torch.uint8 or k % GROUP:
+        raise StartupError(f"{source.folder}: {name} is not MXFP4 in whole groups of {GROUP}: {blocks.dtype}, {exponents.dtype}, rows of {k}")
+    matrix = to_matrix(blocks, exponents, dtype)
+    source.kept["in float" if isinstance(matrix, Dense) else AS_THEY_ARE] += 1
+    return matrix, bias
+
+
+def to_matrix(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Matrix:
+    """A matrix of a safetensors file. codes: [n, groups, 16] uint8, in each byte an input in the low
+    half and the next in the high one; exponents: [n, groups] uint8. In dtype where float16 can't
+    hold the scales, or dtype is float32, which no kernel reads four bits for."""
+    values = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    table = torch.tensor(TABLE, dtype=torch.int8, device=codes.device)
+    if dtype != torch.float32 and not has_wide_scales(codes, exponents):
+        return Grouped(values, halved_scales(exponents), GROUP, table)
+    wide = torch.ldexp(table[values.int()].float().view(*exponents.shape, GROUP), exponents.int()[..., None] - 128)
+    return Dense(wide.flatten(1).to(dtype))
