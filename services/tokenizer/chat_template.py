@@ -144,6 +144,8 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
         entry["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
         entry |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+        if not (message.content and message.tool_calls):  # gpt-oss' name; its template refuses both before a call
+            entry["thinking"] = message.reasoning
     if message.tool_calls:
         entry["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": to_object(call.arguments)}} for call in message.tool_calls

@@ -7,6 +7,7 @@ from typing import Any
 
 # The first whose words are all in the template.
 TOOL_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "to=", "functions.")),
     ("gemma", ("<start_function_call>",)),
     ("gemma", ("<|tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -21,6 +22,7 @@ TOOL_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("tools", "<|python_tag|>")),
 )
 REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "analysis")),
     ("gemma4", ("<|channel>", "thought")),
     ("mistral", ("[THINK]", "[/THINK]")),
     ("granite", ("Here is my thought process:", "Here is my response:")),
@@ -29,7 +31,7 @@ REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 OPENINGS: Mapping[str, tuple[str, str]] = {  # how each begins a thought and ends it
     "deepseek_r1": ("<think>", "</think>"), "qwen3": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought", "<channel|>"),
-    "granite": ("Here is my thought process:", "Here is my response:"),
+    "granite": ("Here is my thought process:", "Here is my response:"), "harmony": ("<|channel|>analysis<|message|>", "<|end|>"),
 }  # fmt: skip
 
 

@@ -114,6 +114,7 @@ SIGNS = [
     ("<start_function_declaration>…<start_function_call>call:", "gemma", ""),
     ("<|tool_call>call: <|channel>thought", "gemma", "gemma4"),
     ("{%- if tools %}<tools> … <tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1> … \"name\"", "qwen3_coder", ""),
+    ("<|start|>assistant<|channel|>analysis<|message|> … to=\"+\"functions.", "harmony", "harmony"),
     ("{{ messages }}", "hermes", ""),
     ("{{ tools }} in a form of its own", "", ""),
 ]  # fmt: skip
@@ -136,7 +137,7 @@ def test_a_model_without_a_template_has_no_parsers() -> None:
     [
         ("<assistant><think>\n", "qwen3", "<think>\n"), ("<assistant>", "qwen3", ""), ("<assistant><think>\n\n</think>\n\n", "qwen3", ""),
         ("<assistant>", "deepseek_r1", "<think>\n"), ("<assistant></think>", "deepseek_r1", ""), ("<assistant>[THINK]", "mistral", "[THINK]"),
-        ("<assistant><think>\n", "", ""),
+        ("<assistant><think>\n", "", ""), ("<|start|>assistant", "harmony", ""),
     ],
 )  # fmt: skip
 def test_a_thought_that_the_template_opened_begins_the_answer(text: str, reasoning: str, opened: str) -> None:

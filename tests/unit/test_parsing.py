@@ -92,6 +92,55 @@ def test_a_family_s_calls_are_found(form: str, text: str, content: str, calls: l
     assert read(parse(text, form, max_calls=1))[2] == calls[:1]
 
 
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+HARMONY: list[tuple[str, Answer]] = [
+    (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Yes.<|return|>", ("Hm.", "Yes.", [])),
+    (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
+    ("<|channel|>final<|message|>Yes.<|return|>", ("", "Yes.", [])),
+    (f"{THOUGHT}<|start|>assistant{THOUGHT}", ("Hm.\nHm.", "", [])),
+    (f"{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER_JSON}<|call|>",
+     ("Hm.", "", [("get_weather", WEATHER)])),
+    (f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|> {WEATHER_JSON} <|call|>", ("", "", [("get_weather", WEATHER)])),
+    (
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{{}}<|call|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>{WEATHER_JSON}",
+        ("", "I look.", [("f", {}), ("get_weather", WEATHER)]),
+    ),
+    ("<|channel|>commentary to=functions.nobody<|message|>{}<|call|>", ("", "{}", [])),
+    ("<|channel|>analysis to=python<|message|>print(1)<|call|>", ("print(1)", "", [])),
+    ("<|channel|>commentary to=functions.f<|message|>{} and more<|call|>", ("", "and more", [("f", {})])),
+    ("Plain text.", ("", "Plain text.", [])),
+    ("  ", ("", "  ", [])),
+    ("<|channel|>analysis", ("", "<|channel|>analysis", [])),
+    ("<|channel|>" + "x" * 600 + "<|message|>y", ("", "<|channel|>" + "x" * 600 + "<|message|>y", [])),
+    (f"{THOUGHT}{{}}", ("Hm.", "{}", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "answer"), HARMONY)
+def test_harmony(text: str, answer: Answer) -> None:
+    assert read(parse(text, "harmony", "harmony")) == answer
+    assert read(parse(text, "harmony", "harmony", tuple(range(1, len(text))))) == answer
+    thought, content, calls = answer
+    alone = read(parse(text, "harmony"))  # with --reasoning-parser none, thoughts are content
+    assert alone[0] == "" and alone[2] == calls and all(part in alone[1] for part in (thought, content))
+    assert [piece.kind for piece in parse(text, "", "harmony")] == [piece.kind for piece in parse(text, "harmony", "harmony")]
+
+
+def test_harmony_s_forced_calls_are_in_its_last_message() -> None:
+    text = f'{THOUGHT}<|start|>assistant<|channel|>final<|message|>[{{"name": "add", "parameters": {{"a": 1}}}}]'
+    assert read(parse(text, "calls", "harmony")) == ("Hm.", "", [("add", {"a": 1})])
+    parser = AnswerParser(Parsing("harmony", "harmony", NAMES))
+    parser.feed("<|channel|>analysis<|message|>H")
+    assert parser.is_reasoning and parser.feed("<|end|>") == [] and not parser.is_reasoning
+
+
+def test_harmony_s_calls_in_an_answer_that_must_not_call_are_content() -> None:
+    text = f"<|channel|>commentary to=functions.get_weather<|message|>{WEATHER_JSON}<|call|>"
+    parser = AnswerParser(Parsing("harmony"))
+    assert merged(parser.feed(text) + parser.finish()) == [Piece("content", WEATHER_JSON)]
+
+
 BROKEN = [
     ("hermes", "<tool_call>not JSON</tool_call>"),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": 1}}</tool_call>'),
@@ -188,6 +237,7 @@ def test_a_forced_call_is_its_arguments() -> None:
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|tool_call|>", "<function_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<start_function_call>"),
     *("<end_function_call>", "<|tool_call>", "<tool_call|>", "<|python_start|>", "<|python_end|>", "<think>", "</think>", "[THINK]"),
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "to=functions.add", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>json"),
     *("Here is my thought process:", "Here is my response:", "<|channel>thought", "<channel|>", CALL, ADD, '{"name": "f", "arguments": {}}'),
     *('{"name": "unknown", "arguments": {"x": "<tool_call>', '"}}', "[f(a=1)]", "[add(a='x\\'', b={'c': [1]})", "call:f{a:<escape>x<escape>}"),
     *('call:add{a:<|"|>x<|"|>,b:[1]}', '"<tool_call>"', "f", "add", "1.5", "true", "é", *'{}[]"\\ \n,;:-<'),
@@ -213,7 +263,7 @@ def test_however_a_text_is_cut_the_same_comes_out(text: str, form: str, reasonin
 
 
 @examples(200)
-@given(text=TEXTS, form=st.sampled_from([*TOOL_CALLS]))
+@given(text=TEXTS, form=st.sampled_from([name for name in TOOL_CALLS if name != "harmony"]))  # which has headers for other messages, too
 def test_without_a_call_nothing_of_a_text_is_lost(text: str, form: str) -> None:
     pieces = parse(text, form)
     if not any(piece.kind == "call" for piece in pieces):

@@ -24,7 +24,7 @@ def has_wide_scales(codes: Tensor, exponents: Tensor) -> bool:
 
 
 def halved_scales(exponents: Tensor) -> Tensor:
-    """What TABLE's values are multiplied by, of uint8 exponents, as float16."""
+    """The scales of TABLE's values, of uint8 exponents, as float16."""
     powers = exponents.clamp(LEAST_EXPONENT, LARGEST_EXPONENT).int() - 128
     return torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers).half()
 

@@ -1,9 +1,10 @@
 """AnswerParser: the parsers of one answer, by name, one behind the other: reasoning first, and
-calls in what is left."""
+calls in what is left. gpt-oss' form has one parser for both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from services.requests.parsing.harmony import HarmonyParser
 from services.requests.parsing.json_calls import Form, JsonCalls
 from services.requests.parsing.pieces import Parser, Piece, merged
 from services.requests.parsing.reasoning import Marks, ReasoningParser
@@ -12,6 +13,7 @@ from services.requests.parsing.xml_calls import xml_calls
 
 INPUT = "input"  # the argument of a custom tool's function
 
+HARMONY = "harmony"
 THINK = Marks(("<think>",), ("</think>",))
 REASONING: dict[str, Marks] = {
     "deepseek_r1": THINK,
@@ -19,6 +21,7 @@ REASONING: dict[str, Marks] = {
     "granite": Marks(("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
     "gemma4": Marks(("<|channel>thought",), ("<channel|>",)),
+    HARMONY: Marks(("<|channel|>analysis<|message|>",), ("<|end|><|start|>assistant<|channel|>final<|message|>",)),
 }
 FORMS: dict[str, Form] = {
     "hermes": Form(("<tool_call>",), ("</tool_call>",)),
@@ -28,8 +31,8 @@ FORMS: dict[str, Form] = {
 }
 OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": gemma_calls}
 XML = "qwen3_coder"
-TOOL_CALLS = (*FORMS, *OTHERS, XML)
-WITH_SPECIAL_TOKENS = ("mistral", "gemma4")  # of REASONING
+TOOL_CALLS = (*FORMS, *OTHERS, XML, HARMONY)
+WITH_SPECIAL_TOKENS = ("mistral", "gemma4", HARMONY)  # of REASONING
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,9 @@ FORCED: dict[str, Callable[[frozenset[str]], Parser]] = {
 class AnswerParser:
     def __init__(self, parsing: Parsing) -> None:
         names = frozenset(parsing.names)
-        self._reasoning = ReasoningParser(REASONING[parsing.reasoning]) if parsing.reasoning else None
-        self._tool_calls = make_tool_parser(parsing.tool_calls, names, frozenset(parsing.texts)) if parsing.tool_calls else None
+        self._reasoning = make_reasoning_parser(parsing, names)
+        has_calls = parsing.tool_calls not in ("", HARMONY)
+        self._tool_calls = make_tool_parser(parsing.tool_calls, names, frozenset(parsing.texts)) if has_calls else None
         self._max_calls = parsing.max_calls
         self._num_calls = 0
 
@@ -108,6 +112,12 @@ class AnswerParser:
             if not self._max_calls or piece.kind not in ("call", "arguments") or self._num_calls <= self._max_calls:
                 kept.append(piece)
         return kept
+
+
+def make_reasoning_parser(parsing: Parsing, names: frozenset[str]) -> ReasoningParser | HarmonyParser | None:
+    if HARMONY in (parsing.reasoning, parsing.tool_calls):
+        return HarmonyParser(names, has_reasoning=bool(parsing.reasoning))
+    return ReasoningParser(REASONING[parsing.reasoning]) if parsing.reasoning else None
 
 
 def make_tool_parser(name: str, names: frozenset[str], texts: frozenset[str] = frozenset()) -> Parser:

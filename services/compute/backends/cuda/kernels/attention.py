@@ -173,7 +173,8 @@ def merge(largest, mass, total, other_largest, other_mass, other_total):
 
 @triton.jit
 def finished(largest, mass, total, sinks_ptr, head, is_row):
-    """What rows attend to in all, with their head's sink as one more score, if there are any."""
+    """The sum of the values that rows attend to, with their head's sink as one more score, if there are
+    any."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
         top = tl.maximum(largest, sink)
