@@ -211,12 +211,12 @@ def test_the_quality_bench_measures_a_file_in_the_modes_that_it_has(
 
 
 def test_all_parts_of_a_matrix_are_on_the_models_device(tmp_path: Path) -> None:
-    path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.Q4_1)
+    path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.Q4_K)
     source = GgufSource(path, torch.bfloat16, torch.device("meta"))
     matrix = source.matrix("model.layers.0.mlp.up_proj.", (WIDE["intermediate_size"], WIDE["hidden_size"]))
     source.close()
-    assert isinstance(matrix, Grouped) and matrix.table is not None and matrix.minima is not None
-    assert {each.device.type for each in (matrix.codes, matrix.scales, matrix.table, matrix.minima)} == {"meta"}
+    assert isinstance(matrix, Grouped) and matrix.steps is not None and matrix.minima is not None
+    assert {each.device.type for each in (matrix.codes, matrix.scales, matrix.steps, matrix.minima)} == {"meta"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

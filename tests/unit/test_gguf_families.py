@@ -46,6 +46,13 @@ def test_what_would_change_every_answer_is_refused(architecture: str, key: str, 
         find_family(head_of(architecture, **{key: neutral}))
 
 
+@pytest.mark.parametrize(("seeing", "text"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe")])
+def test_the_text_part_of_a_model_that_sees_is_a_text_model(seeing: str, text: str) -> None:
+    more = {"expert_count": 6, "expert_used_count": 2} if text == "qwen3moe" else {}
+    sections = {"rope.dimension_sections": [8, 12, 12, 0]}
+    assert make_config(head_of(seeing, **more, **sections)) == make_config(head_of(text, **more))
+
+
 def test_an_old_mixture_says_less_of_itself() -> None:
     """The width of the experts is that of their tensors; layers without a router have a plain MLP."""
     config = make_config(head_of("qwen3moe", expert_count=6, expert_used_count=2))

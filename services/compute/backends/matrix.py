@@ -173,6 +173,13 @@ class Grouped(Coded):
             return plain
         return replace(plain, scales=plain.scales.half(), minima=None if plain.minima is None else plain.minima.half())
 
+    def with_table(self) -> "Grouped":
+        """The same values with a table, where codes of four bits or fewer have none."""
+        if self.table is not None or self.bits > 4:
+            return self
+        table = torch.arange(self.lowest, self.lowest + 16, dtype=torch.int8, device=self.device)
+        return replace(self, codes=(self.codes - self.lowest).view(torch.uint8), table=table, bits=8, lowest=-128)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k], computed in float32 at least."""
         if self.steps is not None:

@@ -19,8 +19,6 @@ from services.compute.weights import mxfp4
 
 GROUP = 32
 SUPER_BLOCK = 256  # inputs of the K formats' blocks
-OFFSET_8 = tuple(range(-8, 8))
-PLAIN = tuple(range(16))
 # IQ4_NL's and IQ4_XS's values
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -79,11 +77,15 @@ def _fifth_bits(data: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Parts:
+    return Parts(_nibbles(blocks[:, 2:]).view(torch.int8) - 8, _half(blocks[:, :2]))
+
+
+def _iq4_nl(blocks: Tensor) -> Parts:
     return Parts(_nibbles(blocks[:, 2:]), _half(blocks[:, :2]))
 
 
 def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[:, 4:]), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
+    return Parts(_nibbles(blocks[:, 4:]).view(torch.int8), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
 def _q5_0(blocks: Tensor) -> Parts:
@@ -170,8 +172,8 @@ def _mxfp4(blocks: Tensor) -> Parts:
 
 
 FORMATS = {
-    GGMLQuantizationType.Q4_0: BlockFormat(_q4_0, OFFSET_8),
-    GGMLQuantizationType.Q4_1: BlockFormat(_q4_1, PLAIN),
+    GGMLQuantizationType.Q4_0: BlockFormat(_q4_0, bits=4, lowest=-8),
+    GGMLQuantizationType.Q4_1: BlockFormat(_q4_1, bits=4, lowest=0),
     GGMLQuantizationType.Q5_0: BlockFormat(_q5_0, bits=5, lowest=-16),
     GGMLQuantizationType.Q5_1: BlockFormat(_q5_1, bits=5, lowest=0),
     GGMLQuantizationType.Q8_0: BlockFormat(_q8_0),
@@ -180,7 +182,7 @@ FORMATS = {
     GGMLQuantizationType.Q4_K: BlockFormat(_q4_k, bits=4, lowest=0),
     GGMLQuantizationType.Q5_K: BlockFormat(_q5_k, bits=5, lowest=0),
     GGMLQuantizationType.Q6_K: BlockFormat(_q6_k, bits=6, lowest=-32, group=16),
-    GGMLQuantizationType.IQ4_NL: BlockFormat(_q4_0, IQ4),
+    GGMLQuantizationType.IQ4_NL: BlockFormat(_iq4_nl, IQ4),
     GGMLQuantizationType.IQ4_XS: BlockFormat(_iq4_xs, IQ4),
     GGMLQuantizationType.MXFP4: BlockFormat(_mxfp4, mxfp4.TABLE),
 }

@@ -256,6 +256,10 @@ FAMILIES = {
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe, ("expert_count", "expert_shared_count")),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", _qwen),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, ("expert_count",)),
+    # without images, whose positions have three parts, these are the text models
+    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", _qwen),
+    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3", _qwen),
+    "qwen3vlmoe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, ("expert_count",)),
     "seed_oss": Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", _smollm3),
 }

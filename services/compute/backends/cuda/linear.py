@@ -102,6 +102,7 @@ class CudaLinear:
             self.group, self.height = matrix.group, matrix.height
             self.weight, self.scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
         else:
+            matrix = matrix.with_table()
             self.group = matrix.group
             self.form, self.weight = (Form.GROUPS, matrix.codes.contiguous()) if matrix.table is None else (Form.FOUR_BIT, pack_pairs(matrix.codes))
             self.scales = matrix.scales.half().contiguous()
