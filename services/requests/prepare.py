@@ -10,7 +10,8 @@ from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.context import RequestContext
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
-from services.requests.parsing.answer import REASONING, TOOL_CALLS
+from services.requests.parsing.answer import HARMONY, REASONING, TOOL_CALLS
+from services.requests.parsing.harmony import ANSWER
 from services.requests.record import ResponseRecord, choice_params, make_record
 from services.requests.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
@@ -90,8 +91,8 @@ async def prepare_chat(
     )
     prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
     constraint = prepared.constraint if prepared is not None else None
-    if constraint is not None and parsing.reasoning and body.may_think:
-        constraint = after_thought(constraint, parsing.reasoning)
+    if constraint is not None and parsing.reasoning:
+        constraint = after_thought(constraint, parsing.reasoning, may_think=body.may_think)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
@@ -113,10 +114,13 @@ async def prepare_chat(
     return record, requests
 
 
-def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
-    """Let the model think before the constrained answer."""
-    marks = REASONING[reasoning]
-    return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
+def after_thought(constraint: Constraint, reasoning: str, *, may_think: bool) -> Constraint:
+    """Let the model think before the constrained answer. In Harmony's form a header stands before an
+    answer in any case."""
+    if may_think:
+        marks = REASONING[reasoning]
+        return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
+    return replace(constraint, thought_end=ANSWER) if reasoning == HARMONY else constraint
 
 
 def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:

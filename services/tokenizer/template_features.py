@@ -48,6 +48,8 @@ def find_parsers(template: str | None, tool_calls: str, reasoning: str) -> dict[
         "tool_calls": (_first(TOOL_CALLS, template) or ("hermes" if not knows(template, "tools") else "")) if tool_calls == "auto" else tool_calls,
         "reasoning": _first(REASONING, template) if reasoning == "auto" else reasoning,
     }
+    if "harmony" in found.values():  # one parser for both
+        found = dict.fromkeys(found, "harmony")
     return {name: parser for name, parser in found.items() if parser not in ("", "none")}
 
 

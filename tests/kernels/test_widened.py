@@ -72,6 +72,16 @@ def test_matrices_of_several_forms_behind_one_call(is_gated: bool) -> None:
     assert torch.equal(widened(x), dense(x))
 
 
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("bits", [0x7FFF, -1, 0x7E00])
+def test_what_is_no_number_stays_none(bits: int) -> None:
+    """float16's NaNs of any payload, as a broken file's scale."""
+    matrix, x = held("planes of 4, steps, minima", 32, 256, 32, 1), randn(3, 256, seed=2)
+    matrix.scales[5] = torch.tensor(bits, dtype=torch.int16).view(torch.float16)
+    found = widening_backend().make_linear(matrix)(x)
+    assert found[:, 5].isnan().all() and not found[:, 6:].isnan().any()
+
+
 def test_on_a_gpu_there_is_no_choice() -> None:
     with pytest.raises(StartupError, match="--activations bfloat16 is for CPUs only"):
         choose_backend(torch.bfloat16, torch.device("cuda"), activations="bfloat16")

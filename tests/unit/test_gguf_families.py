@@ -1,11 +1,12 @@
 """Which architectures of GGUF files are read, and how the others, and models with what none here has, are refused: in one line that says why."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.model.gguf.config import make_config
+from shared.model.gguf.config import make_config, make_generation_config
 from shared.model.gguf.families import FAMILIES, LACKS, NEUTRAL, find_family
 from shared.model.gguf.reader import GgufHead, TensorInfo
 from shared.process.errors import StartupError
@@ -62,6 +63,16 @@ def test_an_old_mixture_says_less_of_itself() -> None:
     del head.tensors["blk.0.ffn_down_exps.weight"]
     with pytest.raises(StartupError, match="no tensors of experts"):
         make_config(head)
+
+
+def test_an_end_of_a_message_ends_no_answer_of_gpt_oss() -> None:
+    names, control = ["a", "<|end|>", "<|return|>", "<|call|>"], 3
+    head = head_of("gpt-oss")
+    head.metadata.update({"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": [1, control, control, control], "tokenizer.ggml.eot_token_id": 1})
+    head.tensors["token_embd.weight"] = replace(head.tensors["token_embd.weight"], shape=(4, 64))
+    assert make_generation_config(head)["eos_token_id"] == [2, 3]
+    head.metadata["tokenizer.ggml.tokens"] = ["a", "<|end|>", "b", "c"]  # Phi's
+    assert make_generation_config(head)["eos_token_id"] == [1]
 
 
 def test_windows_are_by_a_list_or_by_a_period() -> None:

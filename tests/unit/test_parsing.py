@@ -1,6 +1,7 @@
 """Answers to reasoning, content and calls: the forms that model families write, as their makers document them; and however a text is cut, the same."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -108,11 +109,22 @@ HARMONY: list[tuple[str, Answer]] = [
     ),
     ("<|channel|>commentary to=functions.nobody<|message|>{}<|call|>", ("", "{}", [])),
     ("<|channel|>analysis to=python<|message|>print(1)<|call|>", ("print(1)", "", [])),
+    (
+        '<|channel|>commentary to=functions.f<|message|>{"code": "print(\'<|start|>assistant<|end|>\')"}<|call|>',
+        ("", "", [("f", {"code": "print('<|start|>assistant<|end|>')"})]),
+    ),
+    ("<|channel|>commentary to=functions.f<|message|><|call|>", ("", "", [("f", {})])),
+    ("<|channel|>commentary to=functions.f<|message|>{}<|call|>\n", ("", "", [("f", {})])),
+    ("<|channel|>commentary to=functions.f<|message|>not JSON<|call|>", ("", "not JSON", [])),
+    ("Write `<|channel|>` then text, and `<|message|>` after.", ("", "Write `<|channel|>` then text, and `<|message|>` after.", [])),
+    ("<|start|>user<|message|>Hm.", ("", "<|start|>user<|message|>Hm.", [])),
     ("<|channel|>commentary to=functions.f<|message|>{} and more<|call|>", ("", "and more", [("f", {})])),
     ("Plain text.", ("", "Plain text.", [])),
     ("  ", ("", "  ", [])),
-    ("<|channel|>analysis", ("", "<|channel|>analysis", [])),
-    ("<|channel|>" + "x" * 600 + "<|message|>y", ("", "<|channel|>" + "x" * 600 + "<|message|>y", [])),
+    ("<|channel|>analysis", ("", "", [])),
+    (f"{THOUGHT}<|start|>assistant<|channel|>fin", ("Hm.", "", [])),
+    (f"{THOUGHT}<|start|>", ("Hm.", "", [])),
+    ("<|channel|>final" + "x" * 600 + "<|message|>y", ("", "<|channel|>final" + "x" * 600 + "<|message|>y", [])),
     (f"{THOUGHT}{{}}", ("Hm.", "{}", [])),
 ]  # fmt: skip
 
@@ -121,10 +133,14 @@ HARMONY: list[tuple[str, Answer]] = [
 def test_harmony(text: str, answer: Answer) -> None:
     assert read(parse(text, "harmony", "harmony")) == answer
     assert read(parse(text, "harmony", "harmony", tuple(range(1, len(text))))) == answer
-    thought, content, calls = answer
-    alone = read(parse(text, "harmony"))  # with --reasoning-parser none, thoughts are content
-    assert alone[0] == "" and alone[2] == calls and all(part in alone[1] for part in (thought, content))
     assert [piece.kind for piece in parse(text, "", "harmony")] == [piece.kind for piece in parse(text, "harmony", "harmony")]
+
+
+def test_a_long_answer_in_harmony_takes_no_time_squared() -> None:
+    text = "<|end|>" * 100_000
+    started = time.process_time()
+    assert parse(text, "harmony", "harmony") == []
+    assert time.process_time() - started < 5.0
 
 
 def test_harmony_s_forced_calls_are_in_its_last_message() -> None:

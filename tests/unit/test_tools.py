@@ -10,6 +10,7 @@ import pytest
 from services.requests.bodies.parse import parse
 from services.requests.neutral.schemas import ChatCompletionBody
 from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
+from services.requests.prepare import after_thought
 from services.requests.schemas.closing import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
@@ -136,6 +137,19 @@ def test_a_thought_may_stand_before_what_must_match(choice: Any, vocabulary: Voc
         assert matches(open_already, text.removeprefix("<think>"), vocabulary) == (text != right)
     for text in ("<think>Hm.", f"Hm.</think>{right}", f"<think>Hm.{right}", "<think></think>7", f"<think></think>{right}<think>"):
         assert not matches(closed_yet, text, vocabulary)
+
+
+def test_in_harmony_a_header_stands_before_what_must_match(vocabulary: Vocabulary) -> None:
+    calling = read(tools=[STRICT], tool_choice=named("add")).calling()
+    forced = calling.forced()
+    assert forced is not None
+    thought, answer, right = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>", '{"a": 1}'
+    thinking, plain = (after_thought(forced, "harmony", may_think=may_think) for may_think in (True, False))
+    assert matches(thinking, thought + answer + right, vocabulary) and matches(plain, answer + right, vocabulary)
+    assert not matches(thinking, thought + right, vocabulary) and not matches(plain, right, vocabulary)
+    for may_think, text in ((True, thought + answer + right), (False, answer + right)):
+        parser = AnswerParser(calling.parsing("harmony", "harmony", may_think=may_think))
+        assert [piece.text for piece in [*parser.feed(text), *parser.finish()] if piece.kind != "reasoning"] == ["add", right]
 
 
 def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:

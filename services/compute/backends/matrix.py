@@ -174,7 +174,8 @@ class Grouped(Coded):
         return replace(plain, scales=plain.scales.half(), minima=None if plain.minima is None else plain.minima.half())
 
     def with_table(self) -> "Grouped":
-        """The same values with a table, where codes of four bits or fewer have none."""
+        """The same values in four bits with a table, where codes of so many or fewer have none; bits and
+        lowest then say nothing."""
         if self.table is not None or self.bits > 4:
             return self
         table = torch.arange(self.lowest, self.lowest + 16, dtype=torch.int8, device=self.device)

@@ -58,6 +58,8 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
         reason = str(error).partition("\n")[0][:200]
         raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
+    if quantized.get("quant_method") == "mxfp4" and architecture != "GptOssForCausalLM":
+        raise StartupError(f"quantization_config: mxfp4 is supported for gpt-oss only, this is {architecture}")
     if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
         raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
     if read.num_heads % read.num_kv_heads:
@@ -183,7 +185,7 @@ def _qwen_moe(config: Config) -> MoeConfig:
 def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
     """gpt-oss: every other layer has a window, the first among them. A config.json without RoPE means
     the published models'."""
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+    if "rope_parameters" not in config and "rope_scaling" not in config:
         config = config | {"rope_scaling": YARN}
     read = _llama(config, max_model_len)
     if (config.get("swiglu_alpha", SWIGLU_ALPHA), config.get("swiglu_limit", SWIGLU_LIMIT)) != (SWIGLU_ALPHA, SWIGLU_LIMIT):

@@ -148,14 +148,15 @@ class Loader:
         its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        source = block + ("router." if self.source.has(block + "router.weight") else "gate.")
-        router = self.linear(prefix + "router.", [source], [(moe.num_experts, hidden)], moe.has_bias, quantization="none")
+        router = self.linear(
+            prefix + "router.", [block + ("router." if moe.has_bias else "gate.")], [(moe.num_experts, hidden)], moe.has_bias, quantization="none"
+        )
         shared = None
         if moe.shared_intermediate_size:
             names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
             gate = self.linear(prefix + "shared.gate.", [block + "shared_expert_gate."], [(1, hidden)], False, quantization="none")
             shared = SharedExpert(self.expert(prefix + "shared.", names, moe.shared_intermediate_size), gate)
-        if self.source.has(block + "experts.gate_up_proj_bias"):
+        if moe.has_bias and isinstance(self.source, SafetensorsSource) and self.config.packed is None:
             experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in range(moe.num_experts)]
         elif self.source.has(block + "experts.gate_up_proj"):
             experts = self.fused_experts(block, moe)

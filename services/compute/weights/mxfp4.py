@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Grouped, Matrix
-from services.compute.weights.formats.stored import AS_THEY_ARE
+from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 
@@ -33,13 +33,13 @@ def read_expert(source: SafetensorsSource, name: str, number: int, shape: tuple[
     """An expert's matrix [n, k] and its bias [n] of gpt-oss' files, rows in this order: blocks in MXFP4,
     [experts, n, ...], or weights [experts, k, n]. Raises StartupError."""
     (n, k), dtype = shape, source.dtype
-    bias = source.one_of(name + "_bias", number, (n,))[order].to(dtype)
+    bias = source.one_of(name + "_bias", number, (n,), FLOATS)[order].to(dtype)
     if not source.has(name + "_blocks"):
-        return Dense(source.one_of(name, number, (k, n)).T[order].to(dtype)), bias
-    shapes = {"_blocks": (n, -(-k // GROUP), GROUP // 2), "_scales": (n, -(-k // GROUP))}
-    blocks, exponents = (source.one_of(name + part, number, some)[order] for part, some in shapes.items())
-    if blocks.dtype != torch.uint8 or exponents.dtype != torch.uint8 or k % GROUP:
-        raise StartupError(f"{source.folder}: {name} is not MXFP4 in whole groups of {GROUP}: {blocks.dtype}, {exponents.dtype}, rows of {k}")
+        return Dense(source.one_of(name, number, (k, n), FLOATS).T[order].to(dtype)), bias
+    if k % GROUP:
+        raise StartupError(f"{source.folder}: {name} is in MXFP4, whose groups of {GROUP} don't fill rows of {k}")
+    blocks = source.one_of(name + "_blocks", number, (n, k // GROUP, GROUP // 2), (torch.uint8,))[order]
+    exponents = source.one_of(name + "_scales", number, (n, k // GROUP), (torch.uint8,))[order]
     matrix = to_matrix(blocks, exponents, dtype)
     source.kept["in float" if isinstance(matrix, Dense) else AS_THEY_ARE] += 1
     return matrix, bias

@@ -141,8 +141,9 @@ class SafetensorsSource:
         self.kept[kept.how] += 1
         return kept.matrix
 
-    def one_of(self, name: str, number: int, shape: tuple[int, ...]) -> Tensor:
-        """The part `number` of a tensor [count, *shape], as it is in its file. Raises StartupError."""
+    def one_of(self, name: str, number: int, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """The part `number` of a tensor [count, *shape] of one of these dtypes, as it is in its file.
+        Raises StartupError."""
         file = self._file(name)
         try:
             whole = file.get_slice(self._name_in_file[name])
@@ -151,6 +152,9 @@ class SafetensorsSource:
             part: Tensor = whole[number]
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{self.file_by_name[name]}: {error}") from None
+        if part.dtype not in dtypes:
+            kinds = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+            raise StartupError(f"{self.file_by_name[name]}: {name} is {str(part.dtype).removeprefix('torch.')}; expected: {kinds}")
         if number == 0:
             self._progress.update()
         return part.to(self.device)

@@ -13,7 +13,7 @@ from pydantic.types import Discriminator
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import at, at_most, kind_of
 from services.requests.bodies.ignored import pass_over
-from services.requests.parsing.answer import INPUT, XML, Parsing
+from services.requests.parsing.answer import HARMONY, INPUT, XML, Parsing
 from shared.model.constraint import Constraint
 from shared.process.errors import Invalid
 
@@ -172,7 +172,7 @@ class Calling:
         max_calls = 0 if self.is_parallel else 1
         if self.is_forced:  # what is not a thought is calls, from its first character on
             form = "calls" if self.mode == "required" else "arguments"
-            return Parsing(reasoning if may_think else "", form, names, max_calls, customs=customs, is_legacy=self.is_legacy)
+            return Parsing(reasoning if may_think or reasoning == HARMONY else "", form, names, max_calls, customs=customs, is_legacy=self.is_legacy)
         texts = text_parameters(self.callable) if tool_calls == XML else ()
         return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 

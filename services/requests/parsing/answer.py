@@ -4,7 +4,7 @@ calls in what is left. gpt-oss' form has one parser for both."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.requests.parsing.harmony import HarmonyParser
+from services.requests.parsing.harmony import ANSWER, BETWEEN, THOUGHT, HarmonyParser
 from services.requests.parsing.json_calls import Form, JsonCalls
 from services.requests.parsing.pieces import Parser, Piece, merged
 from services.requests.parsing.reasoning import Marks, ReasoningParser
@@ -21,7 +21,7 @@ REASONING: dict[str, Marks] = {
     "granite": Marks(("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
     "gemma4": Marks(("<|channel>thought",), ("<channel|>",)),
-    HARMONY: Marks(("<|channel|>analysis<|message|>",), ("<|end|><|start|>assistant<|channel|>final<|message|>",)),
+    HARMONY: Marks((THOUGHT,), (BETWEEN + ANSWER,)),
 }
 FORMS: dict[str, Form] = {
     "hermes": Form(("<tool_call>",), ("</tool_call>",)),
@@ -115,8 +115,8 @@ class AnswerParser:
 
 
 def make_reasoning_parser(parsing: Parsing, names: frozenset[str]) -> ReasoningParser | HarmonyParser | None:
-    if HARMONY in (parsing.reasoning, parsing.tool_calls):
-        return HarmonyParser(names, has_reasoning=bool(parsing.reasoning))
+    if parsing.reasoning == HARMONY:
+        return HarmonyParser(names)
     return ReasoningParser(REASONING[parsing.reasoning]) if parsing.reasoning else None
 
 

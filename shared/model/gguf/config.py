@@ -66,7 +66,10 @@ def make_generation_config(head: GgufHead) -> dict[str, Any]:
     kinds = head.items("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in head.metadata else []
     by_text = [number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL and token in END_TOKENS]
     sampling = {name: head.metadata[f"general.sampling.{key}"] for name, key in SAMPLING.items() if f"general.sampling.{key}" in head.metadata}
-    return {"eos_token_id": sorted({each for each in [*named, *by_text] if each is not None})} | sampling
+    ends = {each for each in [*named, *by_text] if each is not None}
+    if "<|return|>" in tokens:  # gpt-oss' vocabulary, where <|end|> ends a message, and others follow
+        ends -= {number for number in ends if tokens[number] == "<|end|>"}
+    return {"eos_token_id": sorted(ends)} | sampling
 
 
 def _vocab_size(head: GgufHead) -> int:

@@ -15,7 +15,7 @@ class Mxfp4Experts:
         return False
 
     def matrix(self, layer: StoredLayer) -> Kept:
-        raise layer.refuse("weight", "is a linear layer, which MXFP4 has none of here")
+        raise AssertionError(f"{layer.name} is not in MXFP4")
 
 
 def read_mxfp4(options: Options) -> Format:  # noqa: ARG001
