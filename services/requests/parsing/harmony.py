@@ -61,7 +61,7 @@ class HarmonyParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Of a header that was cut off nothing is said."""
+        """A header that was cut off is left out."""
         pieces: list[Piece] = []
         rest = self._text[self._at :]
         if self._state == "call":
