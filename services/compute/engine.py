@@ -14,6 +14,8 @@ from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks
+from services.compute.cache.kv_store import KVStore
+from services.compute.cache.kv_tier import KVTier, block_bytes_of
 from services.compute.fingerprint import fingerprint
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
@@ -29,7 +31,7 @@ from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.process.errors import StartupError
-from shared.process.settings import ComputeSettings
+from shared.process.settings import ComputeSettings, split_place
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
@@ -53,6 +55,7 @@ class Engine:
     is_encoder: bool  # it makes embeddings, and no tokens
     speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
     proposers: tuple[Proposer, ...]  # those of them that have weights
+    tier: KVTier | None  # of the prefix cache, with --kv-disk
     max_sampled: int  # rows of logits of a step
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
@@ -166,8 +169,11 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
+    scheduler = make_scheduler(settings, size, found.kv, is_encoder=is_encoder)
+    tier = open_tier(settings, scheduler.block_manager, kv_cache)
+    scheduler.awaits_restoring = tier is not None
     return Engine(
-        make_scheduler(settings, size, found.kv, is_encoder=is_encoder), runner,
+        scheduler, runner, tier=tier,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
         speculators=speculators, proposers=(
@@ -177,6 +183,15 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
+
+
+def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: KVCache) -> KVTier | None:
+    """The tier that --kv-disk asks for. Raises StartupError."""
+    if settings.kv_disk is None or not block_manager.prefix_caching:
+        return None
+    store = KVStore(*split_place(settings.kv_disk), block_bytes_of(kv_cache))
+    log.info("KV on disk", file=store.path, blocks=store.num_blocks, tokens=store.num_blocks * block_manager.block_size)
+    return KVTier(store, block_manager, kv_cache)
 
 
 def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device) -> Backend:

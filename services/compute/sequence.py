@@ -177,6 +177,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_committed_blocks: int = 0  # its first blocks, which the prefix cache has been offered
     num_shared_blocks: int = 0  # blocks that others held already when it began
+    is_restored: bool = False  # a second tier was asked for its blocks
     has_shared_tail: bool = False  # the block it writes next may be another's as well
     # of the prompt, after its first: those whose logprobs are computed, or will be by the step that
     # was scheduled last

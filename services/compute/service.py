@@ -21,9 +21,10 @@ from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
+from services.compute.exchange.embeddings import write_embeddings
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
-from services.compute.executor import Executor
+from services.compute.executor import DrawnTokens, Executor
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.load_figures import load_figures
 from services.compute.pooling import pool
@@ -37,11 +38,11 @@ from services.compute.view import make_view
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
 from shared.wire.line import Pipeline
-from shared.wire.messages import Control, Moments, RequestError, TokenEvent
+from shared.wire.messages import Control, RequestError
 from shared.wire.registry import show
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts
-from shared.wire.token_log import end_request, write_end
+from shared.wire.token_log import end_request
 
 log = get_logger("penstock.compute")
 
@@ -62,6 +63,7 @@ class ComputeService:
         self.settings = settings
         self.model = stage.model
         self.scheduler = engine.scheduler
+        self.tier = engine.tier
         self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(
@@ -92,6 +94,8 @@ class ComputeService:
         self.stage.leave()
         for active in self.active.values():
             self.trace_end(active, "handed over")
+        if self.tier is not None:
+            self.tier.close()
         self.exchange.leave()
 
     def step(self) -> None:
@@ -105,6 +109,7 @@ class ComputeService:
             # a trial's step runs with no other; drafts follow tokens that are known, and what comes
             # after them follows those that stand
             self.collect(self.flight)
+        is_restored = self.tier is None or self.tier.restore(self.scheduler.next_to_begin(), self.scheduler.step_cost.token_s)
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
         flight = self.flight
@@ -114,7 +119,7 @@ class ComputeService:
             self.step_waiting(batch)
         elif flight is not None:
             self.collect(flight)
-        else:
+        elif is_restored:
             self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
 
     def step_waiting(self, batch: ScheduledBatch) -> None:
@@ -124,7 +129,7 @@ class ComputeService:
         self.announce(batch)
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())
-        hidden = self.executor.run(batch)
+        hidden = self.run_step(batch)
         self.reduce(batch, hidden, rows, masking, began_at)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
@@ -132,11 +137,18 @@ class ComputeService:
         says what of this one is still valid, and its masks."""
         began_at = self.meter.began_at
         self.announce(batch)
-        hidden = self.executor.run(batch, before.drawn)
+        hidden = self.run_step(batch, before.drawn)
         self.collect(before)
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())
         self.reduce(batch, hidden, rows, masking, began_at)
+
+    def run_step(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
+        """The step up to the head; whole blocks are saved."""
+        hidden = self.executor.run(batch, drawn)
+        if self.tier is not None:
+            self.tier.save()
+        return hidden
 
     def announce(self, batch: ScheduledBatch) -> None:
         """Before the step runs: write down what may be blamed if it kills this replica."""
@@ -214,20 +226,8 @@ class ComputeService:
         by handle which have failed, and why."""
         embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
-
-        now = time.time()
-
-        def write(pipe: Pipeline) -> None:
-            for active, vector in ended:
-                sequence, request = active.sequence, active.request
-                moments = Moments(request.request_id, 0, request.tokenized_at, active.scheduled_at, now, self.stage.replica_id)
-                event = TokenEvent(
-                    sequence.request_id, 0, None, "", sequence.num_prompt_tokens, sequence.num_cached_tokens, finish_reason="stop", embedding=vector
-                )
-                write_end(pipe, self.model, event, active.gateway_id, (moments,))
-
         if ended:
-            self.stage.transport.run(write)
+            self.stage.transport.run(lambda pipe: write_embeddings(pipe, self.model, ended, self.stage.replica_id))
         for active, _ in ended:
             self.end(active, tell_sampler=False, is_complete=False, outcome="finished")
         return {handle: RequestError(reason) for handle, reason in failures.items()}
@@ -337,8 +337,12 @@ class ComputeService:
             lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_tokens)
         )
         self.end(active, tell_sampler=True, is_complete=False, outcome="failed" if error else "cancelled")
-        word = "request failed" if error else "request cancelled"
-        log.info(word, request_id=sequence.request_id, num_output_tokens=sequence.num_output_tokens, error=error.message if error else "-")
+        log.info(
+            "request failed" if error else "request cancelled",
+            request_id=sequence.request_id,
+            num_output_tokens=sequence.num_output_tokens,
+            error=error.message if error else "-",
+        )
 
     def end(self, active: ActiveRequest, *, tell_sampler: bool, is_complete: bool, outcome: str) -> None:
         """The request's log has its end."""
@@ -386,4 +390,5 @@ class ComputeService:
         self.stage.load = load_figures(
             self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
             output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed,
+            **(self.tier.figures() if self.tier is not None else {}),
         )  # fmt: skip

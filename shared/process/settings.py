@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.process.arguments import Parser, add_setting
@@ -24,6 +24,18 @@ DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
 
 def split_list(value: Any) -> Any:
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def split_place(value: str) -> tuple[Path, int]:
+    """A folder, and how many bytes it may take, of `FOLDER,SIZE`. Raises ValueError."""
+    folder, _, size = value.rpartition(",")
+    try:
+        num_bytes = int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError:
+        num_bytes = 0
+    if not folder or num_bytes <= 0:
+        raise ValueError(f"it takes FOLDER,SIZE, as in /var/cache/kv,20GiB, not {value[:80]!r}")
+    return Path(folder).expanduser(), num_bytes
 
 
 def is_loopback(host: str) -> bool:
@@ -184,6 +196,9 @@ class EngineSettings(StageSettings):
     kv_cache_share: float | None = Field(
         None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"
     )
+    kv_disk: str | None = Field(
+        None, description="FOLDER,SIZE, as in ~/.penstock/kv,20GiB: keep the prefix cache's blocks in a file, too; replicas of a host share it"
+    )
     allow_batch_variance: bool = Field(
         False,
         description="on a GPU, use the vendor's matrix products where they may be faster: a token's bits then depend on the batch; docs/understand/gpu.md",
@@ -213,6 +228,13 @@ class EngineSettings(StageSettings):
         le=1000,
         description="the tokens of steps shorter than this go out together, first and last ones at once; by default 50 where the model has all cores",
     )
+
+    @field_validator("kv_disk")
+    @classmethod
+    def check_kv_disk(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_place(value)
+        return value
 
     @field_validator("speculate")
     @classmethod

@@ -48,6 +48,9 @@ class Load(OwnForm):
     kv_cache_usage: float | None = None  # from 0 to 1
     prefix_cache_queries: float | None = None  # tokens
     prefix_cache_hits: float | None = None  # tokens
+    kv_disk_tokens: float | None = None  # whose keys and values were read from the file of --kv-disk
+    kv_disk_blocks_written: float | None = None
+    kv_disk_blocks_dropped: float | None = None  # not written, for too many waited
     prompt_tokens: float | None = None  # computed
     surplus_tokens: float | None = None  # computed for nothing
     claimed: float | None = None  # requests taken over

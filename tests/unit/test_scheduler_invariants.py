@@ -49,10 +49,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(24, 60),
         run_ahead=st.sampled_from([None, 0, 1, 2, 3]),
         seed=st.integers(0, 99),
+        has_tier=st.booleans(),
     )
-    def start(self, strategy: str, prefix_caching: bool, target_itl_s: float | None, num_blocks: int, run_ahead: int | None, seed: int) -> None:
+    def start(self, strategy: str, prefix_caching: bool, target_itl_s: float | None, num_blocks: int, run_ahead: int | None, seed: int, has_tier: bool) -> None:
         self.blocks = WatchedBlocks(num_blocks, prefix_caching=prefix_caching)
         self.scheduler = make_scheduler(strategy, blocks=self.blocks, target_itl_s=target_itl_s, run_ahead=run_ahead or 0)
+        self.blocks.fresh = [] if has_tier else None
+        self.scheduler.awaits_restoring = has_tier
+        self.disk: dict[bytes, list[Any]] = {}  # the second tier: what the cache held of a block
         self.is_inline = run_ahead is None  # decisions are taken within the step
         self.rng = random.Random(seed)  # of the decisions in the end, when there are no more rules
         self.sequences: list[Sequence] = []
@@ -131,9 +135,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_step(self) -> bool:
         self.cached_before = list(self.blocks.block_hashes)
         self.blocks.taken.clear()
+        while not self.restore():
+            if self.rng.random() < 0.5:
+                break  # the step goes on without it
         batch = run_step(self.scheduler, self.execute, is_over=self.is_over) if self.is_inline else self.scheduler.schedule()
         if batch is None:
-            assert self.undecided() or not self.scheduler.num_unfinished
+            assert not self.restore() or self.undecided() or not self.scheduler.num_unfinished
             return False
         if not self.is_inline:
             sequences = [self.scheduler.get(handle) for handle, _ in batch.sampled]
@@ -143,10 +150,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, 0.001 + 0.0005 * batch.num_tokens)
         return True
 
+    def restore(self) -> bool:
+        """As KVTier does, a block at a time. Returns whether all that may begin is restored."""
+        for sequence in self.scheduler.next_to_begin() if self.scheduler.awaits_restoring else []:
+            if not sequence.is_restored:
+                missing = self.blocks.missing(sequence)
+                sequence.is_restored = not missing or missing[0] not in self.disk
+                if not sequence.is_restored:
+                    block_id = self.blocks.adopt(sequence)
+                    self.content.update({block_id * BLOCK_SIZE + at: value for at, value in enumerate(self.disk[missing[0]])})
+                    return False
+        return True
+
+    def save(self) -> None:
+        for name, block_id in self.blocks.fresh or []:
+            if self.blocks.block_hashes[block_id] == name:
+                self.disk[name] = [self.content[block_id * BLOCK_SIZE + at] for at in range(BLOCK_SIZE)]
+        if self.blocks.fresh is not None:
+            self.blocks.fresh.clear()
+
     def execute(self, batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
         """Returns the next token of each sampled sequence: it depends on its voice and position."""
         self.check_batch(batch)
         self.compute(batch)
+        self.save()
         self.score(batch)
         for sequence in sampled:
             if sequence.handle % 2:  # has penalties
@@ -251,6 +278,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(self.blocks.evictable) == {block_id for block_id in cached if self.blocks.ref_counts[block_id] == 0}
 
     @invariant()
+    def what_follows_a_block_is_known(self) -> None:
+        assert {each for children in self.blocks.children.values() for each in children} == set(self.blocks.cached_blocks.values()) == set(self.blocks.origins)
+        for parent, children in self.blocks.children.items():
+            assert children and all(self.blocks.origins[each][0] == parent for each in children)
+            for each in children:
+                assert self.blocks.origins[each][1] == [self.content[each * BLOCK_SIZE + at][-1] for at in range(BLOCK_SIZE)]
+
+    @invariant()
     def only_decided_tokens_are_in_the_prefix_cache(self) -> None:
         decided = {(each.cache_salt, *each.token_ids[: each.num_prompt_tokens], *self.log[each.handle]) for each in self.sequences}
         for block_hash, block_id in self.blocks.cached_blocks.items():
@@ -298,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert all(sequence.is_finished for sequence in self.sequences)
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
-        assert not self.scheduler._groups
+        assert not self.scheduler.groups._members
         for sequence in self.sequences:
             self.check_counts(sequence)
         if not isinstance(self.scheduler.admission, Predicted):

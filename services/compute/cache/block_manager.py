@@ -5,14 +5,20 @@ block whose KV is written is also offered to the prefix cache, under a hash of i
 its parent's; it stays there when nobody holds it any more, until its place is needed: such blocks
 count as free, and are evicted in the order in which they were let go. A block that is cached or
 held twice is never written: who has to write into one gets a copy (copy-on-write).
+
+A prefix is found to the token: behind its last whole block, the cached block that goes on with the
+most of its tokens is shared as far as they agree.
 """
 
 import hashlib
 from array import array
 from collections import OrderedDict
 from functools import lru_cache
+from itertools import islice
 
 from services.compute.sequence import Sequence
+
+MOST_CHILDREN = 64  # that are compared, of the blocks that follow one
 
 
 @lru_cache(maxsize=1024)
@@ -47,10 +53,15 @@ class BlockManager:
         # of the blocks in the prefix cache
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self.cached_blocks: dict[bytes, int] = {}
+        # their parents' hashes and their tokens; and by the parent's hash those that follow it, the last to come last
+        self.origins: dict[int, tuple[bytes, list[int]]] = {}
+        self.children: dict[bytes, dict[int, None]] = {}
         # cached, held by nobody; least recently let go first
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.empty: list[int] = list(range(num_blocks - 1, -1, -1))
         self.copies: dict[int, int] = {}  # to: from, for the next step
+        # hashes and blocks that were offered to the prefix cache, for a second tier; None: there is none
+        self.fresh: list[tuple[bytes, int]] | None = None
         self.num_evictions = 0
 
     @property
@@ -106,6 +117,34 @@ class BlockManager:
                 found.append(block_id)
         return found
 
+    def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
+        """Behind what `match` found: the cached block that begins with the most of the sequence's next
+        reusable tokens, and how many. None: there is none."""
+        start = len(matched) * self.block_size
+        wanted = sequence.token_ids[start : min(sequence.num_reusable_tokens, start + self.block_size)]
+        children = self.children.get(self._parent(sequence, len(matched)), {}) if self.prefix_caching and wanted else {}
+        lengths = {block_id: common_length(self.origins[block_id][1], wanted) for block_id in islice(reversed(children), MOST_CHILDREN)}
+        longest = max(lengths, key=lambda block_id: lengths[block_id], default=None)
+        return (longest, lengths[longest]) if longest is not None and lengths[longest] else None
+
+    def missing(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of the sequence's reusable blocks from the first that is not in the prefix cache
+        on: as many as there is room for, if those that are stay. They count as used last."""
+        matched = self.match(sequence)
+        unheld = [block_id for block_id in matched if self.ref_counts[block_id] == 0]
+        for block_id in reversed(unheld):
+            self.evictable.move_to_end(block_id)
+        last = min(sequence.num_reusable_tokens // self.block_size, len(matched) + self.num_free_blocks - len(unheld))
+        return [self._hash(sequence, number) for number in range(len(matched), last)]
+
+    def adopt(self, sequence: Sequence) -> int:
+        """A free block for the keys and values of the sequence's first block that is `missing`, which
+        come from elsewhere. It is in the prefix cache from now on, and held by nobody."""
+        block_id = self._take()
+        self._offer(sequence, len(self.match(sequence)), block_id)
+        self._release(block_id)
+        return block_id
+
     def share(self, sequence: Sequence, block_ids: list[int], num_tokens: int) -> None:
         """Begin a sequence with blocks that hold its first num_tokens tokens already. The last of
         them may be full in part only."""
@@ -143,8 +182,9 @@ class BlockManager:
         for number in range(sequence.num_committed_blocks, num_full):
             block_hash, block_id = self._hash(sequence, number), sequence.block_table[number]
             if block_hash not in self.cached_blocks:
-                self.cached_blocks[block_hash] = block_id
-                self.block_hashes[block_id] = block_hash
+                self._offer(sequence, number, block_id)
+                if self.fresh is not None:
+                    self.fresh.append((block_hash, block_id))
         sequence.num_committed_blocks = num_full
 
     def forget_hashes(self, sequence: Sequence) -> None:
@@ -162,11 +202,24 @@ class BlockManager:
         root."""
         hashes = sequence.block_hashes
         while len(hashes) <= number:
-            start = len(hashes) * self.block_size
-            parent = hashes[-1] if hashes else prefix_root(self.fingerprint, salt=sequence.cache_salt)
-            tokens = array("q", sequence.token_ids[start : start + self.block_size]).tobytes()
-            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+            tokens = array("q", self._tokens(sequence, len(hashes))).tobytes()
+            hashes.append(hashlib.blake2b(self._parent(sequence, len(hashes)) + tokens, digest_size=16).digest())
         return hashes[number]
+
+    def _parent(self, sequence: Sequence, number: int) -> bytes:
+        """The hash of the block before the sequence's number-th, or its root."""
+        return self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.cache_salt)
+
+    def _tokens(self, sequence: Sequence, number: int) -> list[int]:
+        return sequence.token_ids[number * self.block_size : (number + 1) * self.block_size]
+
+    def _offer(self, sequence: Sequence, number: int, block_id: int) -> None:
+        """Put the sequence's number-th block into the prefix cache."""
+        block_hash, parent = self._hash(sequence, number), self._parent(sequence, number)
+        self.cached_blocks[block_hash] = block_id
+        self.block_hashes[block_id] = block_hash
+        self.origins[block_id] = parent, self._tokens(sequence, number)
+        self.children.setdefault(parent, {})[block_id] = None
 
     def _shared_tail(self, sequence: Sequence) -> int | None:
         """The place in the table of the block that the sequence would write next, if it must
@@ -186,6 +239,10 @@ class BlockManager:
             assert evicted is not None
             del self.cached_blocks[evicted]
             self.block_hashes[block_id] = None
+            parent, _ = self.origins.pop(block_id)
+            del self.children[parent][block_id]
+            if not self.children[parent]:
+                del self.children[parent]
             self.num_evictions += 1
         self.ref_counts[block_id] = 1
         return block_id
@@ -199,3 +256,8 @@ class BlockManager:
             self.empty.append(block_id)
         else:
             self.evictable[block_id] = None
+
+
+def common_length(some: list[int], others: list[int]) -> int:
+    """How many first tokens two lists have in common."""
+    return next((at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other), min(len(some), len(others)))

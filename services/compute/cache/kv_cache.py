@@ -9,6 +9,7 @@ import torch
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.buffers import to_device
+from shared.model.arrays import Array
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text
 from shared.process.settings import ComputeSettings
@@ -47,6 +48,20 @@ class KVCache:
         sources, targets = to_device(np.array(block_copies, np.int64), self.layers[0].device).unbind(1)
         for layer in self.layers:
             layer[:, targets] = layer[:, sources]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Array:
+        """Copy blocks out of the cache, [blocks, block_bytes] uint8, a layer after the other."""
+        ids = to_device(np.array(block_ids, np.int64), self.layers[0].device)
+        parts = [layer[:, ids].transpose(0, 1).reshape(len(ids), -1).view(torch.uint8).cpu() for layer in self.layers]
+        return torch.cat(parts, 1).numpy()
+
+    def write_blocks(self, block_ids: Sequence[int], data: Array) -> None:
+        """Copy what read_blocks gave into blocks."""
+        ids = to_device(np.array(block_ids, np.int64), self.layers[0].device)
+        parts = torch.split(torch.from_numpy(data), [layer[:, 0].numel() * layer.element_size() for layer in self.layers], 1)
+        for layer, part in zip(self.layers, parts, strict=True):
+            values = part.contiguous().view(layer.dtype).view(len(ids), 2, *layer.shape[2:])
+            layer[:, ids] = values.transpose(0, 1).to(layer.device)
 
 
 def choose_group(settings: ComputeSettings, config: CacheShape) -> int:

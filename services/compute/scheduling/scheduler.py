@@ -18,19 +18,20 @@ Some may run apart (`apart`): in steps of their own, by turns with everybody els
 
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet.
 They are computed on like any others, up to run_ahead steps of them; `confirm` says that the next
-one was decided, `truncate` that it was not. The very last may be PENDING, known to the device only,
-until `reveal` says what it is.
+one was decided, `truncate` that it was not. The very last may be PENDING until `reveal`.
 
 A step may have drafts: tokens that somebody guesses to follow. They are appended as foreseen, for
 this step alone: `settle` says how many of them came true.
 """
 
+import heapq
 from collections import Counter
 
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.drafts import Drafting
+from services.compute.scheduling.groups import Groups
 from services.compute.scheduling.new_step import NewStep, advance
 from services.compute.scheduling.shares import Shares
 from services.compute.scheduling.step_cost import StepCostFit
@@ -71,6 +72,7 @@ class Scheduler:
         self.splits_prompts = splits_prompts
         # handles that run in steps of their own, by turns with everybody else's
         self.apart: frozenset[int] = frozenset()
+        self.awaits_restoring = False  # a sequence begins once a second tier was asked for its blocks
         # handles that sit out: their grammars' masks are not there yet
         self.held: frozenset[int] = frozenset()
         self._is_apart = False  # the step in the making is theirs, or the last one was
@@ -83,7 +85,7 @@ class Scheduler:
         # prompt tokens looked up in the prefix cache, once for each sequence
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0  # those that were found
-        self._groups: dict[str, dict[int, Sequence]] = {}  # what runs of each group
+        self.groups = Groups()
         self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
         self._is_observed = False  # the admission has looked at what runs now
 
@@ -97,6 +99,11 @@ class Scheduler:
         sequence.rank = sequence.arrived_at + sequence.priority * self.aging_s
         self.waiting.push(sequence)
         self.shares.arrived(sequence.tenant_id, sequence.arrived_at)
+
+    def next_to_begin(self) -> list[Sequence]:
+        """Sequences that may begin now: the head of the queue, and by rank as many as there are places."""
+        head = self._next_waiting()
+        return [] if head is None else [head, *heapq.nsmallest(self.max_num_seqs - len(self.running), self.waiting, key=_rank)]
 
     def get(self, handle: int) -> Sequence:
         """A sequence that runs."""
@@ -277,10 +284,12 @@ class Scheduler:
         if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < RETRY_EVERY:
             # it did not fit a few steps ago, and nothing has ended since
             return Wait(self._refused[1] + 1)
+        if self.awaits_restoring and not sequence.is_restored:
+            return Wait()
         if len(self.running) >= self.max_num_seqs:
             victim = self._victim(sequence)
             return Wait() if victim is None else MakeRoom(victim)
-        twin = self._twin(sequence)
+        twin = self.groups.twin(sequence)
         if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
             if self._can_run(twin):
                 return Wait()  # when the twin's prompt is computed, this one need not be
@@ -337,9 +346,8 @@ class Scheduler:
             if not sequence.is_scored:
                 sequence.num_scored_tokens, sequence.scored = twin.num_scored_tokens, list(twin.scored)
         else:
-            self.block_manager.share(sequence, matched, len(matched) * self.block_manager.block_size)
-        if sequence.group_id is not None:
-            self._groups.setdefault(sequence.group_id, {})[sequence.handle] = sequence
+            self._share(sequence, matched)
+        self.groups.join(sequence)
         if not sequence.has_begun:
             sequence.has_begun = True
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
@@ -352,17 +360,12 @@ class Scheduler:
         step.chunks.append((sequence, num_tokens))
         return num_tokens
 
-    def _twin(self, sequence: Sequence) -> Sequence | None:
-        """A running sequence of the same prompt, if there is one; rather one whose prompt is
-        computed. It has the logprobs that are asked of the prompt."""
-        members = self._groups.get(sequence.group_id, {}) if sequence.group_id is not None else {}
-        able = [each for each in members.values() if sequence.is_scored or each.params.prompt_logprobs == sequence.params.prompt_logprobs]
-        if not able:
-            return None
-        twin = max(able, key=lambda each: each.num_computed_tokens >= each.num_prompt_tokens)
-        num_prompt = sequence.num_prompt_tokens
-        is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt] and twin.cache_salt == sequence.cache_salt
-        return twin if is_same else None
+    def _share(self, sequence: Sequence, matched: list[int]) -> None:
+        """Begin with the blocks that were found, and a part of one more if there is room for a copy."""
+        blocks = self.block_manager
+        end = blocks.match_end(sequence, matched) if blocks.num_free_blocks > blocks.num_blocks_for(sequence.max_num_tokens) + 1 else None
+        block_ids, num_tokens = ([*matched, end[0]], end[1]) if end is not None else (matched, 0)
+        blocks.share(sequence, block_ids, len(matched) * blocks.block_size + num_tokens)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: NewStep) -> bool:
         """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if
@@ -379,6 +382,7 @@ class Scheduler:
             step.decodes.remove(sequence)
         step.chunks = [chunk for chunk in step.chunks if chunk[0] is not sequence]
         self._leave(sequence)
+        sequence.is_restored = False
         self.waiting.push(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -389,11 +393,7 @@ class Scheduler:
         if not self._num_running[sequence.tenant_id]:
             del self._num_running[sequence.tenant_id]
         self.block_manager.free(sequence)
-        if sequence.group_id is not None:
-            members = self._groups[sequence.group_id]
-            del members[sequence.handle]
-            if not members:
-                del self._groups[sequence.group_id]
+        self.groups.leave(sequence)
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:

@@ -39,6 +39,11 @@ class StepCostFit:
         self._num_steps = 0
         self.cost: StepCost | None = None  # None until enough steps were seen
 
+    @property
+    def token_s(self) -> float | None:
+        """Seconds that a token adds to a step."""
+        return None if self.cost is None else self.cost.per_token_s
+
     def observe(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         row = np.array([1.0, num_tokens, num_context_tokens]) / seconds
         self._gram = FORGET * self._gram + np.outer(row, row)

@@ -1,0 +1,239 @@
+"""The prefix cache's second tier: a file of blocks, whoever writes to it, and whatever becomes of it."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.kv_cache import KVCache
+from services.compute.cache.kv_store import ENTRY, PAGE, WAYS, KVStore
+from services.compute.cache.kv_tier import READ_AT_ONCE, KVTier, block_bytes_of
+from services.compute.models.architectures import read_config
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
+from tests.examples import examples
+from tests.kernels.backends import FLOAT32, native_backend
+from tests.kernels.families import CONFIGS
+from tests.unit.sequences import make_sequence
+
+BLOCK = 96  # bytes
+SIZE = PAGE + 4 * WAYS * (BLOCK + ENTRY.size)  # four sets
+
+
+def name_of(number: int) -> bytes:
+    return random.Random(number).randbytes(16)
+
+
+def block_of(number: int) -> bytes:
+    return random.Random(-number - 1).randbytes(BLOCK)
+
+
+def read(store: KVStore, number: int) -> bytes | None:
+    into = bytearray(BLOCK)
+    return bytes(into) if store.read(name_of(number), memoryview(into)) else None
+
+
+def write(store: KVStore, number: int) -> bool:
+    return store.write(name_of(number), memoryview(block_of(number)))
+
+
+def test_blocks_are_there_again_in_another_process_and_after_a_restart(tmp_path: Path) -> None:
+    store = KVStore(tmp_path / "kv", SIZE, BLOCK)
+    assert store.num_blocks == 4 * WAYS and read(store, 1) is None and not store.has(name_of(1))
+    assert write(store, 1) and not write(store, 1) and store.has(name_of(1))
+    other = KVStore(tmp_path / "kv", SIZE, BLOCK)
+    assert read(other, 1) == block_of(1) and write(other, 2) and read(store, 2) == block_of(2)
+    store.close()
+    assert read(KVStore(tmp_path / "kv", SIZE, BLOCK), 1) == block_of(1)
+    assert store.path.stat().st_mode & 0o777 == 0o600 and store.path.parent.stat().st_mode & 0o777 == 0o700
+    assert store.path.stat().st_size <= SIZE + PAGE
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    store = KVStore(tmp_path, PAGE + WAYS * (BLOCK + ENTRY.size), BLOCK)  # one set
+    for number in range(WAYS):
+        assert write(store, number)
+    name, checksum, _ = ENTRY.unpack(os.pread(store._file, ENTRY.size, PAGE))
+    store._write_entry(0, name, checksum, 1)  # used long ago
+    assert read(store, 0) == block_of(0)  # and now again
+    assert write(store, WAYS) and read(store, 1) is None
+    assert all(read(store, number) == block_of(number) for number in (0, *range(2, WAYS + 1)))
+
+
+@examples(60)
+@given(data=st.data())
+def test_whatever_becomes_of_the_file_a_block_is_right_or_not_there(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    store = KVStore(folder, SIZE, BLOCK)
+    written: set[int] = set()
+    for _ in range(data.draw(st.integers(1, 40))):
+        number, what = data.draw(st.integers(0, 99)), data.draw(st.sampled_from(["write", "write", "read", "flip", "cut", "open again"]))
+        if what == "write":
+            write(store, number)
+            written.add(number)
+        elif what == "flip":
+            at = data.draw(st.integers(PAGE, store.path.stat().st_size or PAGE))
+            os.pwrite(store._file, bytes([data.draw(st.integers(0, 255))]), at)
+        elif what == "cut":
+            os.ftruncate(store._file, data.draw(st.integers(PAGE, SIZE)))
+        elif what == "open again":
+            store.close()
+            store = KVStore(folder, SIZE, BLOCK)
+        found = read(store, number)
+        assert found is None or (number in written and found == block_of(number))
+    store.close()
+
+
+def test_a_file_of_another_size_or_form_is_emptied(tmp_path: Path) -> None:
+    store = KVStore(tmp_path, SIZE, BLOCK)
+    write(store, 1)
+    larger = KVStore(tmp_path, 2 * SIZE, BLOCK)
+    assert read(larger, 1) is None and write(larger, 1)
+    other = KVStore(tmp_path, SIZE, 2 * BLOCK)  # blocks of another size have a file of their own
+    assert other.path != larger.path and read(larger, 1) == block_of(1)
+    larger.path.write_bytes(b"something else")
+    again = KVStore(tmp_path, 2 * SIZE, BLOCK)
+    assert read(again, 1) is None and write(again, 1) and read(again, 1) == block_of(1)
+
+
+def test_a_place_that_can_t_be_used_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="--kv-disk: .*file.*: (File exists|Not a directory)"):
+        KVStore(tmp_path / "file", SIZE, BLOCK)
+    with pytest.raises(StartupError, match="hold not even one set of 16 blocks"):
+        KVStore(tmp_path, PAGE + 5 * BLOCK, BLOCK)
+    for value in ("/tmp/kv", "/tmp/kv,", ",4GiB", "/tmp/kv,much", "/tmp/kv,0"):
+        with pytest.raises(ValueError, match="it takes FOLDER,SIZE"):
+            ComputeSettings(kv_disk=value)
+
+
+WRITER = """
+import sys, random
+from pathlib import Path
+from tests.kernels.test_kv_store import BLOCK, SIZE, KVStore, block_of, read, write
+store, rng = KVStore(Path(sys.argv[1]), SIZE, BLOCK), random.Random(int(sys.argv[2]))
+found = 0
+for _ in range(3000):
+    number = rng.randrange(120)
+    block = read(store, number)
+    assert block in (None, block_of(number)), number
+    found += block is not None
+    write(store, number)
+print(found)
+"""
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(3)]
+    found = [int(process.communicate(timeout=120)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0] and min(found) > 100
+
+
+def make_tier(folder: Path, group: int = 0, *, num_blocks: int = 24) -> KVTier:
+    backend, config = native_backend(), read_config(CONFIGS["llama-heads"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    cache = KVCache(config, backend, num_blocks=num_blocks, block_size=16, group=group)
+    return KVTier(KVStore(folder, 1 << 24, block_bytes_of(cache)), BlockManager(num_blocks, 16, fingerprint="f"), cache)
+
+
+def fill(tier: KVTier, tokens: list[int], seed: int) -> list[torch.Tensor]:
+    """As if a sequence of these tokens had been computed: random keys and values in its whole blocks. Returns these."""
+    sequence = make_sequence(0, tokens, 1)
+    assert tier.blocks.grow(sequence, len(tokens))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in tier.kv_cache.layers:
+        part = layer[:, sequence.block_table]
+        layer[:, sequence.block_table] = torch.randint(0, 200, part.view(torch.uint8).shape, generator=generator, dtype=torch.uint8).view(part.dtype)
+    sequence.num_computed_tokens = len(tokens)
+    tier.blocks.commit(sequence)
+    tier.save()
+    kept = [layer[:, sequence.block_table[: len(tokens) // 16]].clone() for layer in tier.kv_cache.layers]
+    tier.blocks.free(sequence)
+    return kept
+
+
+@pytest.mark.parametrize("group", [0, 32])
+def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path: Path) -> None:
+    tokens = list(range(100, 100 + 16 * 11 + 5))
+    tier = make_tier(tmp_path, group)
+    kept = fill(tier, tokens, seed=1)
+    tier.close()
+    assert tier.num_blocks_written == 11 and not tier.num_blocks_dropped
+    again = make_tier(tmp_path, group)
+    same, other, salted = make_sequence(1, tokens, 1), make_sequence(2, [*tokens[:40], *range(30)], 1), make_sequence(3, tokens, 1, cache_salt="s")
+    assert again.restore([same, other, salted], None) and all(each.is_restored for each in (same, other, salted))
+    found = again.blocks.match(same)
+    assert len(found) == 11 and len(again.blocks.match(other)) == 2 and again.blocks.match(salted) == []
+    for layer, blocks in zip(again.kv_cache.layers, kept, strict=True):
+        assert torch.equal(layer[:, found].view(torch.uint8), blocks.view(torch.uint8))
+    assert again.num_tokens_read == 11 * 16
+    another = BlockManager(24, 16, fingerprint="another model")
+    assert not any(again.store.has(name) for name in another.missing(make_sequence(4, tokens, 1)))
+
+
+def test_a_sequence_never_reads_more_than_there_is_room_for(tmp_path: Path) -> None:
+    """Nor does it push out the beginning that it has found."""
+    tokens = list(range(16 * 20))
+    tier = make_tier(tmp_path)
+    fill(tier, tokens, seed=1)
+    tier.close()
+    small = make_tier(tmp_path, num_blocks=12)
+    sequence = make_sequence(1, [*tokens, 7], 1)
+    assert small.restore([sequence], None)
+    assert len(small.blocks.match(sequence)) == 12 and small.blocks.missing(sequence) == []
+
+
+def test_reading_is_bounded_and_given_up_where_computing_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = list(range(16 * 20 + 1))
+    tier = make_tier(tmp_path)
+    fill(tier, tokens, seed=1)
+    tier.close()
+    slow = make_tier(tmp_path)
+    monkeypatch.setattr("services.compute.cache.kv_tier.READ_BUDGET_S", 0.0)
+    sequence = make_sequence(1, tokens, 1)
+    assert not slow.restore([sequence], None) and len(slow.blocks.match(sequence)) == READ_AT_ONCE
+    assert not slow.restore([sequence], None) and slow.restore([sequence], None) and len(slow.blocks.match(sequence)) == 20
+    fast = make_sequence(2, list(range(50, 90)), 1)
+    assert slow.restore([fast], 1e-9) and slow._num_passed_over == 1
+
+
+def test_a_full_disk_ends_the_tier_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = make_tier(tmp_path)
+
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("services.compute.cache.kv_store.os.pwrite", fail)
+    fill(tier, list(range(100)), seed=1)
+    for _ in range(100):
+        if tier._is_broken:
+            break
+        time.sleep(0.05)
+    assert tier._is_broken and tier.num_blocks_written == 0
+    sequence = make_sequence(1, list(range(500, 600)), 1)
+    assert tier.restore([sequence], None) and sequence.is_restored
+    fill(tier, list(range(200, 300)), seed=2)
+    tier.close()
+
+
+def test_blocks_of_any_layout_come_back(tmp_path: Path) -> None:
+    config = read_config(CONFIGS["llama-heads"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    for backend in (FLOAT32, native_backend()):
+        cache = KVCache(config, backend, num_blocks=6, block_size=16)
+        for layer in cache.layers:
+            layer.copy_(torch.randn(layer.shape))
+        before = [layer.clone() for layer in cache.layers]
+        data = cache.read_blocks([4, 1])
+        assert data.shape == (2, block_bytes_of(cache)) and data.dtype == np.uint8
+        cache.write_blocks([0, 5], data)
+        for layer, old in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer[:, [0, 5]], old[:, [4, 1]]) and torch.equal(layer[:, [1, 2, 3, 4]], old[:, [1, 2, 3, 4]])
