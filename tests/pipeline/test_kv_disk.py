@@ -1,0 +1,64 @@
+"""The prefix cache's file behind a whole pipeline: it outlives its process, another replica reads it, and no byte of an answer depends on it."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.deployment import Deployment
+from tests.waiting import wait_until
+
+TEXT = " ".join(f"word {number % 37} of {number}." for number in range(40))
+
+
+def ask(deployment: Deployment, question: str, seed: int) -> tuple[str, int]:
+    """The answer, and how many tokens of the prompt were found."""
+    body = {"model": "penstock-demo", "prompt": f"{TEXT} {question}", "max_tokens": 30, "seed": seed, "temperature": 1.0, "ignore_eos": True}
+    reply = deployment.post("/v1/completions", body)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(deployment: Deployment, tmp_path: Path) -> None:
+    place, questions = tmp_path / "kv", [f"Question {number}?" for number in range(4)]
+    settings = {"kv_disk": f"{place},64MiB"}
+    deployment.start_all(**settings)
+    [first] = [name for name in deployment.processes if name.startswith("compute")]
+    expected = [ask(deployment, question, seed)[0] for seed, question in enumerate(questions)]
+    num_tokens = ask(deployment, questions[0], 0)[1]
+    assert num_tokens > 200
+    rng = random.Random(1)
+    for turn in range(3):
+        deployment.kill(first)
+        [file] = place.iterdir()
+        if turn:
+            with file.open("r+b") as opened:
+                for _ in range(2000):
+                    opened.seek(rng.randrange(os.path.getsize(file)))
+                    opened.write(rng.randbytes(1))
+        if turn == 2:
+            os.truncate(file, os.path.getsize(file) // 2)
+        first = deployment.start("compute", f"compute-again-{turn}", **settings)
+        deployment.wait_live(first)
+        answers = [ask(deployment, question, seed) for seed, question in enumerate(questions)]
+        assert [text for text, _ in answers] == expected
+        assert turn or answers[0][1] >= num_tokens // 16 * 16  # from the file: whole blocks
+
+
+def test_a_replica_reads_what_another_wrote(deployment: Deployment, tmp_path: Path) -> None:
+    settings = {"kv_disk": f"{tmp_path / 'kv'},64MiB"}
+    deployment.start_all(**settings)
+    [writer] = [name for name in deployment.processes if name.startswith("compute")]
+    text, _ = ask(deployment, "What?", 3)
+    reader = deployment.start("compute", "compute-reader", **settings)
+    deployment.wait_live(reader)
+    deployment.kill(writer)
+    again, num_cached = ask(deployment, "What?", 3)
+    assert again == text and num_cached > 200
+
+    def num_read() -> float:
+        lines = [line for line in deployment.get("/metrics").text.splitlines() if line.startswith("penstock_kv_disk_tokens_total") and "reader" in line]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    wait_until(lambda: num_read() > 200, description="the tokens that were read are counted")
