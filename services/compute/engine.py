@@ -13,7 +13,7 @@ from services.compute.backends.backend import Backend, total_bytes
 from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
-from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks
+from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks, free_memory
 from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier, block_bytes_of
 from services.compute.fingerprint import fingerprint
@@ -112,7 +112,7 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
     if files.weights.is_file():
-        raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only (--model-impl), which does not have this architecture")
+        raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only, not with --model-impl transformers")
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
@@ -150,7 +150,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     models = [model, *(each.model for each in drafting)]
     with first_kernels(device):
         max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
-        longest = limit or settings.max_batched_tokens
+        longest = longest_that_fits(settings, model, limit) or settings.max_batched_tokens
         workspaces = [each.workspace(settings.max_batched_tokens, max_sampled, longest) for each in models]
         workspaces += [] if heads is None else [heads.workspace(settings.max_batched_tokens, longest)]
         workspace_bytes = total_bytes(workspaces)
@@ -183,6 +183,13 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
+
+
+def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:
+    """The limit, but for sequences that all free memory could not hold: a file may say any number."""
+    shape = model.config
+    token_bytes = shape.num_layers * model.backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape))
+    return limit if limit is None or token_bytes == 0 else min(limit, max(free_memory(model.backend.device) // token_bytes, 1))
 
 
 def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: KVCache) -> KVTier | None:

@@ -120,7 +120,7 @@ def after_thought(constraint: Constraint, reasoning: str, *, may_think: bool) ->
     if may_think:
         marks = REASONING[reasoning]
         return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
-    return replace(constraint, thought_end=ANSWER) if reasoning == HARMONY else constraint
+    return replace(constraint, thought_begin=ANSWER, thought_end=ANSWER) if reasoning == HARMONY else constraint
 
 
 def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:

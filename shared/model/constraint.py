@@ -30,7 +30,8 @@ class Constraint:
     param: str = ""  # the field of the API that asked for it, for errors
     # keywords of a JSON schema that can't be enforced are passed over, else they are errors
     is_lenient: bool = False
-    # the marker that begins a thought; empty: the prompt has begun it already
+    # the marker that begins a thought; empty: the prompt has begun it already; the same as the end: no
+    # thought, but a header
     thought_begin: str = ""
     # the marker behind which the answer begins that has to match; empty: nothing is thought before
     thought_end: str = ""

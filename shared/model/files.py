@@ -252,6 +252,8 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _download(model: str, weights: bool) -> Path:
+    if model.endswith(".gguf"):
+        raise StartupError(f"no file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise StartupError(f"no folder {model!r} and no file, penstock pull has brought no such model, and it is not a hub id (owner/name) either")
     from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay

@@ -32,9 +32,9 @@ def structural_tag_grammar(value: Any, *, special_tokens: Mapping[str, int], mak
 
 def thought_grammar(begin: str, end: str, answer: str, special_tokens: Mapping[str, int]) -> str:
     """A thought and, behind it, the grammar of that name, in Lark's syntax. Without begin the
-    thought has begun; with it, it may be left out."""
+    thought has begun; with it, it may be left out. Where begin is the end, nothing is between."""
     writer = _Writer(special_tokens, str, {})
-    thought = f"{writer.text(begin)} {writer.text_until(end)} {writer.rule(SPACE)}"
+    thought = f"{writer.text(begin)} {writer.text_until(end) if begin != end else ''} {writer.rule(SPACE)}"
     writer.rules["start"] = f"({thought}){'?' if begin else ''} @{answer}"
     return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in writer.rules.items())
 

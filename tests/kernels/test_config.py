@@ -57,6 +57,7 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 1e12}}, "partial_rotary_factor is 1000000000000.0"),
         ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope", "long_factor": [None], "short_factor": [None]}}, "wrong type"),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ],
 )
 def test_a_wrong_value_is_named(name: str, change: dict[str, Any], message: str) -> None:

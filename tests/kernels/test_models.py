@@ -223,3 +223,12 @@ def test_an_engine_of_a_multimodal_folder(tmp_path: Path) -> None:
         factors[length] = 1 / (engine.runner.model.config.ropes[0].inv_freq * 10000.0 ** (torch.arange(16) / 16))
     for length, name in ((64, "short_factor"), (65, "long_factor"), (None, "long_factor")):
         torch.testing.assert_close(factors[length], torch.tensor(LONG_ROPE[name]))
+
+
+def test_a_model_that_claims_any_length_gets_what_memory_holds(tmp_path: Path) -> None:
+    """The workspace is sized for sequences that could exist."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**32 - 1}))
+    engine = build_engine(ComputeSettings(kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), open_model(str(folder)))
+    assert engine.max_model_len == engine.scheduler.block_manager.num_blocks * 16

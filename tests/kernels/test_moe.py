@@ -196,6 +196,10 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert [Engine(loaded).generate([each], 12)[0] for each in some] == Engine(loaded).generate(some, 12)
     with pytest.raises(StartupError, match="is quantized already"):
         Engine(tmp_path, dtype=torch.bfloat16, quantization="w8a8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
+    with pytest.raises(StartupError, match="gate_up_proj is in MXFP4, and config.json's quantization_config says otherwise"):
+        Engine(tmp_path, dtype=torch.bfloat16)
 
 
 def test_a_scale_that_float16_lacks_widens_an_expert() -> None:

@@ -20,6 +20,12 @@ def ask(deployment: Deployment, question: str, seed: int) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def wait_ready(deployment: Deployment, compute: str) -> None:
+    """Until the gateway, too, knows of it."""
+    deployment.wait_live(compute)
+    wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
+
+
 def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(deployment: Deployment, tmp_path: Path) -> None:
     place, questions = tmp_path / "kv", [f"Question {number}?" for number in range(4)]
     settings = {"kv_disk": f"{place},64MiB"}
@@ -40,7 +46,7 @@ def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_compute
         if turn == 2:
             os.truncate(file, os.path.getsize(file) // 2)
         first = deployment.start("compute", f"compute-again-{turn}", **settings)
-        deployment.wait_live(first)
+        wait_ready(deployment, first)
         answers = [ask(deployment, question, seed) for seed, question in enumerate(questions)]
         assert [text for text, _ in answers] == expected
         assert turn or answers[0][1] >= num_tokens // 16 * 16  # from the file: whole blocks
@@ -54,6 +60,7 @@ def test_a_replica_reads_what_another_wrote(deployment: Deployment, tmp_path: Pa
     reader = deployment.start("compute", "compute-reader", **settings)
     deployment.wait_live(reader)
     deployment.kill(writer)
+    wait_ready(deployment, reader)
     again, num_cached = ask(deployment, "What?", 3)
     assert again == text and num_cached > 200
 

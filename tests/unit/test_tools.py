@@ -148,7 +148,9 @@ def test_in_harmony_a_header_stands_before_what_must_match(vocabulary: Vocabular
     thinking = replace(thinking, thought_end=thinking.thought_end.replace("<|end|>", "<|fin|>"))  # the demo model's <|end|> ends answers
     as_text = thought.replace("<|end|>", "<|fin|>")
     assert matches(thinking, as_text + answer + right, vocabulary) and matches(plain, answer + right, vocabulary)
-    assert not matches(thinking, as_text + right, vocabulary) and not matches(plain, right, vocabulary)
+    assert not matches(thinking, as_text + right, vocabulary)
+    for text in (f"Some text{answer}{right}", f"{answer}Some text{right}", f"{answer}{answer}{right}", "Some text"):
+        assert not matches(plain, text, vocabulary)
     for may_think, text in ((True, thought + answer + right), (False, answer + right)):
         parser = AnswerParser(calling.parsing("harmony", "harmony", may_think=may_think))
         assert [piece.text for piece in [*parser.feed(text), *parser.finish()] if piece.kind != "reasoning"] == ["add", right]

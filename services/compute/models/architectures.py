@@ -58,6 +58,9 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
         reason = str(error).partition("\n")[0][:200]
         raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and architecture != "Phi3ForCausalLM":
+        raise StartupError(f"partial_rotary_factor {share} is not supported for {architecture}")
     if quantized.get("quant_method") == "mxfp4" and architecture != "GptOssForCausalLM":
         raise StartupError(f"quantization_config: mxfp4 is supported for gpt-oss only, this is {architecture}")
     if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:

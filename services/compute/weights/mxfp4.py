@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Grouped, Matrix
+from services.compute.weights.formats.mxfp4 import DESCRIPTION
 from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
@@ -36,6 +37,8 @@ def read_expert(source: SafetensorsSource, name: str, number: int, shape: tuple[
     bias = source.one_of(name + "_bias", number, (n,), FLOATS)[order].to(dtype)
     if not source.has(name + "_blocks"):
         return Dense(source.one_of(name, number, (k, n), FLOATS).T[order].to(dtype)), bias
+    if source.quantized_as != DESCRIPTION:
+        raise StartupError(f"{source.folder}: {name} is in MXFP4, and config.json's quantization_config says otherwise")
     if k % GROUP:
         raise StartupError(f"{source.folder}: {name} is in MXFP4, whose groups of {GROUP} don't fill rows of {k}")
     blocks = source.one_of(name + "_blocks", number, (n, k // GROUP, GROUP // 2), (torch.uint8,))[order]

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import Format, Kept, StoredLayer
 
+DESCRIPTION = "experts in MXFP4"
+
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    description: str = "experts in MXFP4"
+    description: str = DESCRIPTION
 
     def holds(self, layer: StoredLayer) -> bool:  # noqa: ARG002
         return False
