@@ -1,10 +1,10 @@
 """The worth of --kv-disk: the time to the first token of a long prompt, computed, found in memory, and found on the disk by a restarted compute stage; and the
 rate of requests whose prefixes do not fit in memory together.
 
-Method: `penstock up` with the flag and without, a prompt of --tokens random words each round. Compute is killed by -9 between two requests; its successor is
+Method: `penstock up` with the flag and without, a prompt of --words random numbers each round. Compute is killed by -9 between two requests; its successor is
 warm: it has answered another prompt before. Then --prefixes long prompts are asked for in turns, twice each, with a KV cache that holds some of them.
 
-    python -m bench.kv_disk --model FILE_OR_FOLDER [--tokens 4000] [--rounds 3]
+    python -m bench.kv_disk --model FILE_OR_FOLDER [--words 1200] [--rounds 3]
 """
 
 import argparse
@@ -45,6 +45,7 @@ def kill_compute(served: Served, model: str) -> None:
     while True:
         try:
             ask(served, model, "warm")
+            served.children = served.launcher.children(recursive=True)
             return
         except httpx.HTTPError:
             if time.monotonic() > deadline:
@@ -57,7 +58,7 @@ def measure_restart(model_path: str, folder: Path, num_words: int, rounds: int) 
     found: dict[str, list[float]] = {"computed": [], "in memory": [], "on disk": []}
     try:
         model = httpx.get(f"http://127.0.0.1:{served.port}/v1/models", trust_env=False).json()["data"][0]["id"]
-        ask(served, model, words(num_words, -1))
+        ask(served, model, words(num_words, 99))
         for number in range(rounds):
             text = words(num_words, number)
             answers = [ask(served, model, text), ask(served, model, text)]
