@@ -15,7 +15,7 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks, free_memory
 from services.compute.cache.kv_store import KVStore
-from services.compute.cache.kv_tier import KVTier, block_bytes_of
+from services.compute.cache.kv_tier import KVTier
 from services.compute.fingerprint import fingerprint
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
@@ -196,7 +196,7 @@ def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: 
     """The tier that --kv-disk asks for. Raises StartupError."""
     if settings.kv_disk is None or not block_manager.prefix_caching:
         return None
-    store = KVStore(*split_place(settings.kv_disk), block_bytes_of(kv_cache))
+    store = KVStore(*split_place(settings.kv_disk), sum(kv_cache.block_bytes))
     log.info("KV on disk", file=store.path, blocks=store.num_blocks, tokens=store.num_blocks * block_manager.block_size)
     return KVTier(store, block_manager, kv_cache)
 

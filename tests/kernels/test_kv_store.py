@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.cache.kv_store import ENTRY, PAGE, WAYS, KVStore
-from services.compute.cache.kv_tier import READ_AT_ONCE, KVTier, block_bytes_of
+from services.compute.cache.kv_tier import READ_AT_ONCE, KVTier
 from services.compute.models.architectures import read_config
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
@@ -142,7 +142,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
 def make_tier(folder: Path, group: int = 0, *, num_blocks: int = 24) -> KVTier:
     backend, config = native_backend(), read_config(CONFIGS["llama-heads"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
     cache = KVCache(config, backend, num_blocks=num_blocks, block_size=16, group=group)
-    return KVTier(KVStore(folder, 1 << 24, block_bytes_of(cache)), BlockManager(num_blocks, 16, fingerprint="f"), cache)
+    return KVTier(KVStore(folder, 1 << 24, sum(cache.block_bytes)), BlockManager(num_blocks, 16, fingerprint="f"), cache)
 
 
 def fill(tier: KVTier, tokens: list[int], seed: int) -> list[torch.Tensor]:
@@ -233,7 +233,7 @@ def test_blocks_of_any_layout_come_back(tmp_path: Path) -> None:
             layer.copy_(torch.randn(layer.shape))
         before = [layer.clone() for layer in cache.layers]
         data = cache.read_blocks([4, 1])
-        assert data.shape == (2, block_bytes_of(cache)) and data.dtype == np.uint8
+        assert data.shape == (2, sum(cache.block_bytes)) and data.dtype == np.uint8
         cache.write_blocks([0, 5], data)
         for layer, old in zip(cache.layers, before, strict=True):
             assert torch.equal(layer[:, [0, 5]], old[:, [4, 1]]) and torch.equal(layer[:, [1, 2, 3, 4]], old[:, [1, 2, 3, 4]])

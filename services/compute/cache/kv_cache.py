@@ -49,8 +49,13 @@ class KVCache:
         for layer in self.layers:
             layer[:, targets] = layer[:, sources]
 
+    @property
+    def block_bytes(self) -> list[int]:
+        """Bytes of a block's keys and values, by layer."""
+        return [layer[:, 0].numel() * layer.element_size() for layer in self.layers]
+
     def read_blocks(self, block_ids: Sequence[int]) -> Array:
-        """Copy blocks out of the cache, [blocks, block_bytes] uint8, a layer after the other."""
+        """Copy blocks out of the cache, [blocks, sum(block_bytes)] uint8, a layer after the other."""
         ids = to_device(np.array(block_ids, np.int64), self.layers[0].device)
         parts = [layer[:, ids].transpose(0, 1).reshape(len(ids), -1).view(torch.uint8).cpu() for layer in self.layers]
         return torch.cat(parts, 1).numpy()
@@ -58,7 +63,7 @@ class KVCache:
     def write_blocks(self, block_ids: Sequence[int], data: Array) -> None:
         """Copy what read_blocks gave into blocks."""
         ids = to_device(np.array(block_ids, np.int64), self.layers[0].device)
-        parts = torch.split(torch.from_numpy(data), [layer[:, 0].numel() * layer.element_size() for layer in self.layers], 1)
+        parts = torch.split(torch.from_numpy(data), self.block_bytes, 1)
         for layer, part in zip(self.layers, parts, strict=True):
             values = part.contiguous().view(layer.dtype).view(len(ids), 2, *layer.shape[2:])
             layer[:, ids] = values.transpose(0, 1).to(layer.device)

@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 class KVTier:
-    """Used by the loop's thread only."""
+    """Its methods are for the loop's thread only."""
 
     def __init__(self, store: KVStore, block_manager: BlockManager, kv_cache: KVCache) -> None:
         self.store = store
@@ -64,9 +64,9 @@ class KVTier:
         self._staged.put(([name for name, _ in found], self.kv_cache.read_blocks([block_id for _, block_id in found])))
 
     def restore(self, sequences: Iterable[Sequence], token_s: float | None) -> bool:
-        """Before a step: read the blocks that sequences lack which may begin in it, for a bounded
-        time. token_s: what computing one takes, if it was measured. Returns whether all are restored: the others' turn
-        comes before the next step."""
+        """Before a step: read the blocks that these sequences, which may begin in it, lack; for a
+        bounded time. token_s: seconds that computing a token takes, if they were measured. Returns
+        whether all are restored; the others' turn comes before the next step."""
         until = time.perf_counter() + READ_BUDGET_S
         for sequence in sequences:
             if not sequence.is_restored:
@@ -76,7 +76,7 @@ class KVTier:
         return True
 
     def figures(self) -> dict[str, float]:
-        """Load's."""
+        """The tier's figures in Load."""
         return {
             "kv_disk_tokens": self.num_tokens_read,
             "kv_disk_blocks_written": self.num_blocks_written,
@@ -141,8 +141,3 @@ class KVTier:
         if not self._is_broken:
             log.error("--kv-disk is not used any longer", file=self.store.path, error=error.strerror)
         self._is_broken = True
-
-
-def block_bytes_of(kv_cache: KVCache) -> int:
-    """Bytes of a block, keys and values of all layers."""
-    return sum(layer[:, 0].numel() * layer.element_size() for layer in kv_cache.layers)
