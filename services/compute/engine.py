@@ -111,19 +111,19 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     if settings.quantization != "none" or settings.quantize_attention_output:
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
-    if files.weights.is_file():
-        raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only, not with --model-impl transformers")
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
         from services.compute.models.transformers_model import load_transformers_model
+        from services.compute.weights.gguf_modules import load_gguf_modules
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
     if files.labels:
         return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
     if is_encoder(files.config, files.folder):
         return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
-    return load_transformers_model(files.folder, TorchBackend(backend.dtype, backend.device), max_model_len)
+    load = partial(load_gguf_modules, files.weights, backend) if files.weights.is_file() else None
+    return load_transformers_model(files.folder, backend, max_model_len, load)
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from transformers import (
 )
 
 from services.compute.backends.choose import choose_backend
-from services.compute.backends.torch.backend import TorchBackend
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
@@ -47,6 +47,7 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from services.compute.weights.gguf_modules import load_gguf_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
@@ -164,8 +165,9 @@ class Engine:
             quantized: dict[str, Any] = {"quantization": quantization, "attention_output": attention_output, "lm_head": lm_head}
             executor = Decoder(config, load_weights(location, config, backend, **quantized), backend)
         else:
-            location = model.weights if isinstance(model, ModelFiles) else model
-            executor = load_transformers_model(location, TorchBackend(dtype, CPU), max_model_len or SIZES["max_position_embeddings"])
+            folder = model.folder if isinstance(model, ModelFiles) else model
+            load = partial(load_gguf_modules, model.weights, backend) if isinstance(model, ModelFiles) and model.weights.is_file() else None
+            executor = load_transformers_model(folder, backend, max_model_len or SIZES["max_position_embeddings"], load)
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
         self.runner: ModelRunner = ModelRunner(executor, cache)
         self.row_search = backend.row_search

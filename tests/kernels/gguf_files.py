@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "exaone4": "exaone4", "smollm3": "smollm3", "seed_oss": "seed_oss", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3")  # where the converter changes the order of q's and k's rows
-IN_FLOAT32 = ("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight", "_bias")  # routers; experts' biases
+IN_FLOAT32 = ("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight", "norm.weight", "_bias")  # routers; experts' biases
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Writer:
 
     def matrix(self, name: str, values: torch.Tensor, kind: Kind, *, seed: int) -> None:
         """Write what the values become in blocks of that type, and set them to what these mean."""
-        is_shifted = self.architecture.startswith("gemma") and name.endswith("norm.weight")
+        is_shifted = self.architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight")
         permuted = self.permute(name, values.float() + 1 if is_shifted else values.float())
         height, width = permuted.shape[:-1].numel(), permuted.shape[-1]
         rows = permuted.reshape(height, width) if permuted.dim() > 1 else permuted

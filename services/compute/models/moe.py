@@ -7,6 +7,7 @@ order in which the router ranks its own experts: what a token gets does not depe
 else it is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,29 +81,35 @@ class MoeMlp:
         # once, for all that read it
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
         chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
-        results = self._run_experts(normed, chosen)
-        total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
-        for rank in range(self.num_active):
-            total = total + weights[:, rank, None] * results[:, rank].float()
+        total = add_experts(x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32), self.experts, normed, chosen, weights)
         if self.shared is not None:
             score = sigmoid(self.shared.gate.logits(normed))
             total = total + score * self.shared.expert.down(self.shared.expert.gate_up(normed)).float()
         return total.to(x.dtype)
 
-    def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """chosen: [T, num_active] int64. Returns each token's results of its experts, [T,
-        num_active, hidden]."""
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        rows = x[order // self.num_active]
-        outputs, first = [], 0
-        for expert, count in zip(self.experts, flat.bincount(minlength=len(self.experts)).tolist(), strict=True):
-            if count:
-                outputs.append(expert.down(expert.gate_up(rows[first : first + count])))
-                first += count
-        results = torch.empty_like(rows)
-        results[order] = torch.cat(outputs)
-        return results.view(*chosen.shape, -1)
+
+def add_experts(total: Tensor, experts: Sequence[Expert], x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """total, [T, hidden] float32, and the weighted results of each row's experts. x: [T, hidden];
+    chosen, weights: [T, num_active] int64 and float32. Returns [T, hidden] float32."""
+    results = run_experts(experts, x, chosen)
+    for rank in range(chosen.shape[1]):
+        total = total + weights[:, rank, None] * results[:, rank].float()
+    return total
+
+
+def run_experts(experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> Tensor:
+    """Each row's results of its experts, [T, num_active, hidden]. chosen: [T, num_active] int64."""
+    num_active, flat = chosen.shape[1], chosen.flatten()
+    order = flat.argsort(stable=True)
+    rows = x[order // num_active]
+    outputs, first = [], 0
+    for expert, count in zip(experts, flat.bincount(minlength=len(experts)).tolist(), strict=True):
+        if count:
+            outputs.append(expert.down(expert.gate_up(rows[first : first + count])))
+            first += count
+    results = torch.empty_like(rows)
+    results[order] = torch.cat(outputs)
+    return results.view(*chosen.shape, -1)
 
 
 def choose_experts(logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:

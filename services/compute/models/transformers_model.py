@@ -7,7 +7,7 @@ transformers_attention.py. A checkpoint is data: code that comes with it is neve
 
 import inspect
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from services.compute.backends.backend import Workspace
+from services.compute.backends.backend import Backend, Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.transformers_attention import (
@@ -38,6 +38,7 @@ from shared.process.errors import StartupError
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+LoadModules = Callable[[Any, str], Any]  # of (transformers' config, its name of the attention): an AutoModelForCausalLM
 CACHE_NAMES = ("cache", "past_key_values")  # of forward's parameter: since transformers 5.24, and before
 
 
@@ -135,9 +136,11 @@ class TransformersModel:
         return (logits if has_kept else logits[rows]).float()
 
 
-def load_transformers_model(folder: Path, backend: TorchBackend, max_model_len: int | None) -> TransformersModel:
-    """Read config.json and the weights. max_model_len: of the sequences to come, in tokens; None:
-    no bound. Raises StartupError for a model that can't run over a paged cache, and says why."""
+def load_transformers_model(folder: Path, backend: Backend, max_model_len: int | None, load: LoadModules | None = None) -> TransformersModel:
+    """Read config.json and the weights. backend: whose dtype and device the model has;
+    max_model_len: of the sequences to come, in tokens; None: no bound; load: makes the modules, if
+    their weights are not in the folder. Raises StartupError for a model that can't run over a paged
+    cache, and says why."""
     register()
     config, model_class = read_library_config(folder)
     name = model_class.__name__
@@ -145,12 +148,12 @@ def load_transformers_model(folder: Path, backend: TorchBackend, max_model_len: 
         raise StartupError(f"{name} keeps other state than keys and values, which the paged KV cache can't hold")
     check_rope(config, max_model_len)
     ways = (ATTENTION, "eager") if model_class._supports_attention_backend else ("eager",)
-    model = load_modules(folder, backend.dtype, backend.device, ways[0])
+    model = load_modules(folder, backend.dtype, backend.device, ways[0]) if load is None else load(config, ways[0])
     reasons: list[str] = []
     for attention in ways:
         model.set_attn_implementation(attention)
         try:
-            return TransformersModel(model, backend, is_ragged=attention == ATTENTION)
+            return TransformersModel(model, TorchBackend(backend.dtype, backend.device), is_ragged=attention == ATTENTION)
         except Unsupported as error:
             reasons.append(str(error))
     raise StartupError(f"{name} can't run over a paged KV cache: {'; '.join(dict.fromkeys(reasons))}")

@@ -1,6 +1,7 @@
 """GGUF: one file or several parts, memory-mapped. Matrices stay in the file's own blocks where those are groups of
 32; other types are dequantized to the model's dtype."""
 
+import math
 import mmap
 import re
 from collections import Counter
@@ -20,6 +21,7 @@ from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_gr
 from services.compute.weights.gguf_rows import GgufRows
 from services.compute.weights.progress import Progress
 from services.compute.weights.source import EMBEDDING
+from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
 from shared.process.errors import StartupError
@@ -58,6 +60,9 @@ IN_LAYER_OF: dict[str, dict[str, str]] = {
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 # whose files have the rows of q and k in another order
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
+SHIFTED = ("gemma", "gemma2", "gemma3")  # whose files have norms as 1 + weight
+# one of several matrices that are one tensor of the file
+STACKED = re.compile(r"(model\.altup_(?:unembed_)?projections)\.(\d+)\.weight")
 
 
 class GgufSource:
@@ -69,6 +74,7 @@ class GgufSource:
         self.device = device
         self.head: GgufHead = read_model(path)
         self.architecture = self.head.text("general.architecture")
+        self._library_names = library_names(self.head, self.architecture) if self.architecture in LIBRARY_FAMILIES else None
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
@@ -113,15 +119,15 @@ class GgufSource:
         it is dequantized."""
         return kind in FORMATS and self.dtype != torch.float32
 
-    def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: another than the model's."""
         info, kind = self._find(name, shape)
-        # these files hold Gemma's norms as 1 + weight
-        offset = 1.0 if self.architecture.startswith("gemma") and name.endswith("norm.weight") else 0.0
+        offset = 1.0 if self.architecture in SHIFTED and name.endswith("norm.weight") else 0.0
         rows = self._rows(info, kind, name)
         if kind in FLOATS:
             values = rows.view(FLOATS[kind])
-            return (values.float() - offset if offset else values).to(device=self.device, dtype=self.dtype).reshape(shape)
-        return self._dequantize(rows, kind, shape).to(self.device)
+            return (values.float() - offset if offset else values).to(device=self.device, dtype=dtype or self.dtype).reshape(shape)
+        return self._dequantize(rows, kind, shape).to(device=self.device, dtype=dtype)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         info, kind = self._find(name + "weight", shape)
@@ -139,10 +145,15 @@ class GgufSource:
     def has(self, name: str) -> bool:
         return self._translate(name) in self._kinds
 
-    def embedding(self, shape: tuple[int, int]) -> Tensor | GgufRows:
-        info, kind = self._find(EMBEDDING, shape)
+    def keeps(self, name: str) -> bool:
+        """Whether the matrix of that name, if there is one, keeps its form."""
+        kind = self._kinds.get(self._translate(name))
+        return kind is not None and self._is_kept(kind)
+
+    def embedding(self, shape: tuple[int, int], name: str = EMBEDDING) -> Tensor | GgufRows:
+        info, kind = self._find(name, shape)
         if self.device.type != "cpu" or not self._is_kept(kind):
-            return self.dense(EMBEDDING, shape)
+            return self.dense(name, shape)
         self._read.add(info.name)
         self._progress.update()
         return GgufRows(_map_file(info.path), info.offset, shape[0], info.size_bytes // shape[0], kind, self.dtype)
@@ -159,6 +170,10 @@ class GgufSource:
         """The tensor of a Hugging Face name, of that shape. Raises StartupError."""
         if (match := EXPERT.fullmatch(name)) is not None:
             return self._find_expert(f"blk.{match[1]}.ffn_", int(match[2]), match[3], f"_exps.{match[4]}", shape)
+        if (match := STACKED.fullmatch(name)) is not None:
+            stack, kind = self._find(match[1] + ".weight", (self.head.number(f"{self.architecture}.altup.num_inputs") - 1, *shape))
+            part = replace(stack, shape=shape)
+            return replace(part, offset=stack.offset + int(match[2]) * part.size_bytes), kind
         gguf_name = self._translate(name)
         info = self.head.tensors.get(gguf_name)
         if info is not None and info.shape == shape[1:] and shape[0] == 1:  # a matrix of one row may be a row
@@ -187,6 +202,8 @@ class GgufSource:
 
     def _translate(self, name: str) -> str:
         """A Hugging Face name as GGUF has it."""
+        if self._library_names is not None:
+            return translate_library_name(self._library_names, name)
         in_layer = IN_LAYER | IN_LAYER_OF.get(self.architecture, {})
         if (match := LAYER.fullmatch(name)) is not None and match[2] in in_layer:
             return f"blk.{match[1]}.{in_layer[match[2]]}.{match[3] or 'weight'}"
@@ -197,7 +214,7 @@ class GgufSource:
         """A copy of the tensor's bytes, [rows, bytes of a row] uint8, with the rows as Hugging Face
         has them."""
         size = info.size_bytes
-        num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
+        num_rows = math.prod(info.shape[:-1]) if len(info.shape) > 1 else info.shape[0] if kind in FLOATS else 1
         data = torch.from_numpy(np.frombuffer(self._maps[info.path], np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
         _forget(self._maps[info.path], info.offset, size)
         self._read.add(info.name)
@@ -208,6 +225,15 @@ class GgufSource:
                 attention = f"{self.architecture}.attention."
                 return data[_unpermuted(num_rows, self.head.number(attention + key, self.head.number(attention + "head_count")))]
         return data
+
+    def key_value_expansion(self, prefix: str, num_heads: int, num_keys: int, num_values: int, rank: int) -> Tensor:
+        """The matrix that makes heads' keys and values of compressed ones, `kv_b_proj` of the
+        attention whose names begin so (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), whole or in
+        two tensors. Returns [heads * (num_keys + num_values), rank]."""
+        if self.has(prefix + "kv_b_proj.weight"):
+            return self.dense(prefix + "kv_b_proj.weight", (num_heads * (num_keys + num_values), rank))
+        keys = self.dense(prefix + "k_b_proj.weight", (num_heads, rank, num_keys)).transpose(1, 2)
+        return torch.cat([keys, self.dense(prefix + "v_b_proj.weight", (num_heads, num_values, rank))], dim=1).flatten(0, 1)
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
         """Widen to the model's dtype, a slice of rows at a time."""
@@ -220,6 +246,20 @@ class GgufSource:
                 raise StartupError(f"{self.folder}: tensors of the type {kind.name} can't be dequantized") from None
             result[begin : begin + step] = torch.from_numpy(values)
         return result.reshape(shape)
+
+
+def library_names(head: GgufHead, architecture: str) -> gguf.TensorNameMap:
+    """The names of transformers' parameters as GGUF has them, from the `gguf` package."""
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, head.number(f"{architecture}.block_count"))
+
+
+def translate_library_name(names: gguf.TensorNameMap, name: str) -> str:
+    """name: of a parameter, which ends otherwise than a file's tensor if it belongs to no layer of
+    the library's."""
+    if not name.endswith((".weight", ".bias")):
+        name = name.removesuffix("_bias") + ".bias" if name.endswith("_bias") else name + ".weight"
+    return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from shared.model.gguf.families import find_family, head_dim_of
+from shared.model.gguf.families import find_family
+from shared.model.gguf.family import head_dim_of
 from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import F32, make_rope
 from shared.process.errors import StartupError
@@ -32,7 +33,7 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     if num_layers > MAX_LAYERS:
         raise StartupError(f"{head.path}: {prefix}block_count is {num_layers}; at most {MAX_LAYERS} layers are read")
     head_dim = head_dim_of(head, prefix)
-    if head.number(prefix + "attention.value_length", head_dim) != head_dim:
+    if not family.has_other_values and head.number(prefix + "attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{head.path}: heads whose keys and values differ in length are not supported")
     config = {
         "architectures": [family.architecture],
@@ -46,7 +47,7 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "num_key_value_heads": head.number(prefix + "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": head.number(prefix + "context_length"),
-        "rms_norm_eps": head.real(prefix + "attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": head.real(prefix + "attention.layer_norm_rms_epsilon", _real_or_none(head, prefix + "attention.layer_norm_epsilon")),
         "rope_parameters": make_rope(head, prefix, head_dim),
         "tie_word_embeddings": "output.weight" not in head.tensors,
         "attention_bias": "blk.0.attn_q.bias" in head.tensors or "blk.0.attn_qkv.bias" in head.tensors,
@@ -81,6 +82,10 @@ def _vocab_size(head: GgufHead) -> int:
     if num_tokens > embedding.shape[0]:
         raise StartupError(f"{head.path} has {num_tokens} tokens, but rows in the embedding for {embedding.shape[0]}")
     return embedding.shape[0]
+
+
+def _real_or_none(head: GgufHead, key: str) -> float | None:
+    return head.real(key) if key in head.metadata else None
 
 
 def _token_id(head: GgufHead, kind: str) -> int | None:

@@ -4,15 +4,13 @@ the words of its config.json.
 The reference is what llama.cpp's converter writes and what its loader takes for granted.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from shared.model.gguf.family import FULL, SLIDING, Family, head_dim_of, read_experts, read_kinds
+from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import make_rope
 from shared.process.errors import StartupError
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 # What changes every answer, by the end of its key, and the values that say that there is none of
 # it. A family that knows of it names it as read.
@@ -24,11 +22,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Of architectures that people ask for, what no executor here does
 LACKS = {
-    "cohere2": "layers whose attention and MLP run side by side",
-    "command-r": "layers whose attention and MLP run side by side",
-    "deepseek2": "attention to compressed keys (MLA)",
-    "gemma3n": "layers with several residuals, and embeddings of their own",
-    "glm4": "a RoPE of neighbouring dimensions",
     "glm4moe": "experts chosen by sigmoid",
     "gpt2": "learned positions",
     "granitehybrid": "state spaces",
@@ -42,19 +35,7 @@ LACKS = {
     "qwen35": "linear attention",
     "qwen35moe": "linear attention",
     "qwen3next": "linear attention",
-    "stablelm": "norms by mean and variance",
-    "starcoder2": "norms by mean and variance",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The name of a GGUF architecture in a config.json, and what only this family has."""
-
-    architecture: str
-    model_type: str
-    extra: Callable[[GgufHead, str], dict[str, Any]]  # of (head, prefix of the metadata's keys)
-    reads: tuple[str, ...] = ()  # keys of NEUTRAL, whatever their values
 
 
 def find_family(head: GgufHead) -> Family:
@@ -72,38 +53,18 @@ def find_family(head: GgufHead) -> Family:
     return family
 
 
-def head_dim_of(head: GgufHead, prefix: str) -> int:
-    """The size of an attention head. Raises StartupError."""
-    return head.number(prefix + "attention.key_length", head.number(prefix + "embedding_length") // head.number(prefix + "attention.head_count"))
-
-
 def _llama(head: GgufHead, prefix: str) -> dict[str, Any]:
     """Mistral's files are Llama's, with a sliding window where the model has one; Mixtral's are,
     with experts."""
     extra: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)}
     window = head.number(prefix + "attention.sliding_window") if head.metadata.get(prefix + "attention.sliding_window") else None
     if head.metadata.get(prefix + "expert_count"):
-        experts = _experts(head, prefix)
+        experts = read_experts(head, prefix)
         names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": window}
         return extra | names | {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
     if window is not None:
         extra |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return extra
-
-
-def _experts(head: GgufHead, prefix: str) -> dict[str, Any]:
-    """The mixtures' fields. The file does not say how wide experts are, if it is old: their tensors
-    do. Raises StartupError."""
-    first = next((name for name in head.tensors if name.endswith((".ffn_down_exps.weight"))), None)
-    if first is None or len(head.tensors[first].shape) != 3:
-        raise StartupError(f"{head.path}: it has no tensors of experts (ffn_down_exps), or not all in one")
-    return {
-        "num_experts": head.number(prefix + "expert_count"),
-        "num_experts_per_tok": head.number(prefix + "expert_used_count"),
-        "moe_intermediate_size": head.number(prefix + "expert_feed_forward_length", head.tensors[first].shape[2]),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [number for number in range(head.number(prefix + "block_count")) if f"blk.{number}.ffn_gate_inp.weight" not in head.tensors],
-    }
 
 
 def _qwen(_head: GgufHead, _prefix: str) -> dict[str, Any]:
@@ -113,23 +74,23 @@ def _qwen(_head: GgufHead, _prefix: str) -> dict[str, Any]:
 def _qwen2_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     shared = next((info.shape[0] for name, info in head.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
     size = head.number(prefix + "expert_shared_feed_forward_length", shared)
-    return _qwen(head, prefix) | _experts(head, prefix) | {"shared_expert_intermediate_size": size, "norm_topk_prob": False, "qkv_bias": True}
+    return _qwen(head, prefix) | read_experts(head, prefix) | {"shared_expert_intermediate_size": size, "norm_topk_prob": False, "qkv_bias": True}
 
 
 def _qwen3_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
-    return _qwen(head, prefix) | _experts(head, prefix) | {"norm_topk_prob": True}
+    return _qwen(head, prefix) | read_experts(head, prefix) | {"norm_topk_prob": True}
 
 
 def _gpt_oss(head: GgufHead, prefix: str) -> dict[str, Any]:
     """The borders of its YaRN are not rounded: no file says it."""
-    experts = _experts(head, prefix)
+    experts = read_experts(head, prefix)
     return {
         "hidden_act": "silu",
         "num_local_experts": experts["num_experts"],
         "num_experts_per_tok": experts["num_experts_per_tok"],
         "intermediate_size": experts["moe_intermediate_size"],
         "sliding_window": head.number(prefix + "attention.sliding_window"),
-        "layer_types": _kinds(head, prefix, every=2),
+        "layer_types": read_kinds(head, prefix, every=2),
         "rope_parameters": make_rope(head, prefix, head_dim_of(head, prefix)) | {"truncate": False},
     }
 
@@ -158,7 +119,7 @@ def _gemma_windows(head: GgufHead, prefix: str, *, every: int) -> dict[str, Any]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": head.number(prefix + "attention.sliding_window"),
-        "layer_types": _kinds(head, prefix, every=every),
+        "layer_types": read_kinds(head, prefix, every=every),
         "query_pre_attn_scalar": hidden // num_heads if is_largest else head.number(prefix + "attention.key_length", 256),
     }
 
@@ -188,7 +149,7 @@ def _olmo2(head: GgufHead, prefix: str) -> dict[str, Any]:
         "model_type": "olmo3",
         "hidden_act": "silu",
         "sliding_window": head.number(window),
-        "layer_types": _kinds(head, prefix, every=4),
+        "layer_types": read_kinds(head, prefix, every=4),
         "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", full["rope_theta"])}, FULL: full},
     }
 
@@ -197,7 +158,7 @@ def _exaone4(head: GgufHead, prefix: str) -> dict[str, Any]:
     window = prefix + "attention.sliding_window"
     if not head.metadata.get(window):
         return {"hidden_act": "silu", "sliding_window": None}
-    return {"hidden_act": "silu", "sliding_window": head.number(window), "layer_types": _kinds(head, prefix, every=4)}
+    return {"hidden_act": "silu", "sliding_window": head.number(window), "layer_types": read_kinds(head, prefix, every=4)}
 
 
 def _granite(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -228,20 +189,8 @@ def _has_mlp_bias(head: GgufHead) -> bool:
     return "blk.0.ffn_gate.bias" in head.tensors
 
 
-def _kinds(head: GgufHead, prefix: str, *, every: int) -> list[str]:
-    """The kind of each layer, listed in the file, or by a period: its last layer attends to
-    everything. Raises StartupError."""
-    key, num_layers = prefix + "attention.sliding_window_pattern", head.number(prefix + "block_count")
-    pattern = head.metadata.get(key, every)
-    if not isinstance(pattern, list):
-        every = head.number(key, every)
-        return [FULL if (number + 1) % every == 0 else SLIDING for number in range(num_layers)]
-    if len(pattern) != num_layers:
-        raise StartupError(f"{head.path}: {key} has {len(pattern)} items for {num_layers} layers")
-    return [SLIDING if each else FULL for each in pattern]
-
-
 FAMILIES = {
+    **LIBRARY_FAMILIES,
     "exaone4": Family("Exaone4ForCausalLM", "exaone4", _exaone4),
     "gemma": Family("GemmaForCausalLM", "gemma", _gemma),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", _gemma2, ("attn_logit_softcapping", "final_logit_softcapping")),

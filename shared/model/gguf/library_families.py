@@ -1,0 +1,127 @@
+"""The GGUF architectures that run on transformers' modules, since no executor of our own has their
+layers."""
+
+import math
+from typing import Any
+
+from shared.model.gguf.family import FULL, SLIDING, Family, head_dim_of, read_experts, read_kinds
+from shared.model.gguf.reader import GgufHead
+from shared.model.gguf.rope import make_rope
+from shared.process.errors import StartupError
+
+SIGMOID = 2  # of expert_gating_func
+
+
+def _deepseek2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """DeepSeek V2; V3 where experts are chosen by sigmoid. Old files have a head's whole sizes where
+    newer ones have those of the compressed keys, and `_mla` behind the name of the whole ones."""
+    experts, num_rotated = read_experts(head, prefix), head.number(prefix + "rope.dimension_count")
+    key_size = head.number(prefix + "attention.key_length_mla", head.number(prefix + "attention.key_length"))
+    num_groups = head.number(prefix + "expert_group_count", 1)
+    has_sigmoid = head.metadata.get(prefix + "expert_gating_func") == SIGMOID or any(name.endswith("exp_probs_b.bias") for name in head.tensors)
+    if key_size <= num_rotated:
+        raise StartupError(f"{head.path}: heads of {key_size} dimensions, of which {num_rotated} are rotated, leave none for the rest")
+    config = {
+        "hidden_act": "silu",
+        "head_dim": num_rotated,
+        "num_key_value_heads": head.number(prefix + "attention.head_count"),
+        "q_lora_rank": head.number(prefix + "attention.q_lora_rank") if prefix + "attention.q_lora_rank" in head.metadata else None,
+        "kv_lora_rank": head.number(prefix + "attention.kv_lora_rank"),
+        "qk_rope_head_dim": num_rotated,
+        "qk_nope_head_dim": key_size - num_rotated,
+        "v_head_dim": head.number(prefix + "attention.value_length_mla", head.number(prefix + "attention.value_length")),
+        "rope_parameters": _deepseek_rope(head, prefix, num_rotated),
+        "n_routed_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "moe_intermediate_size": experts["moe_intermediate_size"],
+        "n_shared_experts": head.number(prefix + "expert_shared_count"),
+        "first_k_dense_replace": len(experts["mlp_only_layers"]),
+        "routed_scaling_factor": head.real(prefix + "expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(head.metadata.get(prefix + "expert_weights_norm", False)),
+        "n_group": num_groups,
+        "topk_group": head.number(prefix + "expert_group_used_count", 1),
+    }
+    if has_sigmoid:
+        return config | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
+    return config | {"topk_method": "group_limited_greedy" if num_groups > 1 else "greedy"}
+
+
+def _deepseek_rope(head: GgufHead, prefix: str, num_rotated: int) -> dict[str, Any]:
+    """YaRN scales all scores by mscale_all_dim, a tenth of which is in the file. Of the rotated
+    dimensions' own scale the file says nothing: in all published models it is the same."""
+    rope = make_rope(head, prefix, num_rotated)
+    if rope["rope_type"] == "yarn" and (scale := 10.0 * head.real(prefix + "rope.scaling.yarn_log_multiplier", 0.0)):
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    return rope
+
+
+def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """An activation's sparsity is in the file as the quantile of a normal distribution."""
+    num_layers = head.number(prefix + "block_count")
+    quantiles = head.items(prefix + "activation_sparsity_scale", float)
+    laurel, per_layer = head.tensors.get("blk.0.laurel_l.weight"), head.tensors.get("per_layer_token_embd.weight")
+    if laurel is None or per_layer is None or len(quantiles) != num_layers:
+        raise StartupError(f"{head.path}: it lacks a tensor laurel_l or per_layer_token_embd, or says the sparsity of {len(quantiles)} layers of {num_layers}")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": head.number(prefix + "attention.sliding_window"),
+        "layer_types": read_kinds(head, prefix, every=5),
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", 10000.0)},
+            FULL: make_rope(head, prefix, head_dim_of(head, prefix)),
+        },
+        "final_logit_softcapping": head.real(prefix + "final_logit_softcapping", 30.0),
+        "vocab_size_per_layer_input": per_layer.shape[0],
+        "hidden_size_per_layer_input": head.number(prefix + "embedding_length_per_layer_input"),
+        "altup_active_idx": int(head.metadata.get(prefix + "altup.active_idx", 0)),
+        "altup_num_inputs": head.number(prefix + "altup.num_inputs"),
+        "num_kv_shared_layers": int(head.metadata.get(prefix + "attention.shared_kv_layers", 0)),
+        "laurel_rank": laurel.shape[0],
+        "activation_sparsity_pattern": [round((1 + math.erf(quantile / math.sqrt(2))) / 2, 6) for quantile in quantiles],
+    }
+
+
+def _glm4(_head: GgufHead, _prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu"}
+
+
+def _cohere(head: GgufHead, prefix: str) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "layer_norm_eps": head.real(prefix + "attention.layer_norm_epsilon"),
+        "logit_scale": head.real(prefix + "logit_scale"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in head.tensors,
+    }
+
+
+def _cohere2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    windows = {"sliding_window": head.number(prefix + "attention.sliding_window"), "layer_types": read_kinds(head, prefix, every=4)}
+    return _cohere(head, prefix) | windows
+
+
+def _starcoder2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """A window is not in the file."""
+    return {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": head.real(prefix + "attention.layer_norm_epsilon"), "use_bias": True}
+
+
+def _stablelm(head: GgufHead, prefix: str) -> dict[str, Any]:
+    if "blk.0.attn_q_norm.weight" in head.tensors:
+        raise StartupError(f"{head.path}: StableLM's norms of each head's queries and keys are not supported")
+    return {
+        "hidden_act": "silu",
+        "layer_norm_eps": head.real(prefix + "attention.layer_norm_epsilon"),
+        "use_qkv_bias": "blk.0.attn_q.bias" in head.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in head.tensors,
+    }
+
+
+_OF_DEEPSEEK = ("expert_count", "expert_gating_func", "expert_group_count", "expert_weights_scale", "expert_shared_count")
+LIBRARY_FAMILIES = {
+    "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
+    "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),
+    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2, _OF_DEEPSEEK, has_other_values=True),
+    "gemma3n": Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n, ("final_logit_softcapping",)),
+    "glm4": Family("Glm4ForCausalLM", "glm4", _glm4),
+    "stablelm": Family("StableLmForCausalLM", "stablelm", _stablelm),
+    "starcoder2": Family("Starcoder2ForCausalLM", "starcoder2", _starcoder2),
+}
