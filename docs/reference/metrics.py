@@ -11,7 +11,7 @@ from services.gateway.telemetry.pipeline_state import PipelineState
 from services.gateway.telemetry.token_figures import TokenFigures
 from services.requests.batches.figures import BatchFigures
 from shared.process.settings import StageSettings
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 
 INTRODUCTION = """`GET /metrics` of any gateway gives all of these. [Observe](../operate/observe.md) says how to scrape and read them. A histogram has the

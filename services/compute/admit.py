@@ -19,6 +19,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, write_dead_letter
 from shared.wire.line import Pipeline
 from shared.wire.messages import RequestError, TokenEvent, TokenizedRequest, encode
+from shared.wire.offers import steal
 from shared.wire.stage import Stage
 from shared.wire.streams import MESSAGE, REQUEST_ID, inflight_key, reader_key, response_of, tombstone_key
 from shared.wire.token_log import end_request, parse_log, queue_read
@@ -30,6 +31,7 @@ MAX_CLAIMED = 256  # at a time, with their logs
 FORGET_CONSUMERS_EVERY = 30  # claims
 LEFT_FOR_S = 5.0  # what another fingerprint began: its replicas look for it every second
 REMEMBERED_S = 60.0  # so that nothing is left twice
+STEAL_EVERY_S = 0.1
 
 
 class Admitter:
@@ -54,7 +56,9 @@ class Admitter:
         self._handles = itertools.count(1)
         self._left_at: dict[bytes, float] = {}  # by entry id, when it was left to another replica
         self._num_claims = 0
+        self._stole_at = 0.0
         self.num_claimed = 0  # requests that were taken over from replicas that died or left
+        self.num_stolen = 0  # that waited too long for the replica that has their prefix
 
     def handles_of(self, request_ids: tuple[str, ...]) -> list[int]:
         """Handles of the requests among these that this replica has."""
@@ -82,6 +86,16 @@ class Admitter:
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
+
+    def steal(self) -> None:
+        """Now and then, if there are free places: take prompts that wait too long for the replica that
+        they were offered to."""
+        now, num_free = time.monotonic(), self.scheduler.max_num_seqs - len(self.active)
+        if num_free > 0 and now - self._stole_at > STEAL_EVERY_S and len(self.stage.registry.of("compute", self.model)) > 1:
+            self._stole_at = now
+            deliveries, dead = steal(self.exchange.prompts, self.model, num_free)
+            self.num_stolen += len(deliveries)
+            self.admit(deliveries, dead)
 
     def admit(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
         """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or

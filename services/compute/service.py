@@ -41,7 +41,6 @@ from shared.wire.line import Pipeline
 from shared.wire.messages import Control, RequestError
 from shared.wire.registry import show
 from shared.wire.stage import Stage
-from shared.wire.streams import prompts
 from shared.wire.token_log import end_request
 
 log = get_logger("penstock.compute")
@@ -67,7 +66,7 @@ class ComputeService:
         self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(
-            stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead - 1)
+            stage, self.active, self.scheduler.block_manager, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead - 1)
         )
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
         self.speculation = Speculation(make_proposers(engine.speculators, self.constraints, engine.proposers), self.constraints, self.executor.vocab_size)
@@ -244,6 +243,7 @@ class ComputeService:
         for message in inbox.control:
             self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
+        self.admitter.steal()
         for sequence, error in self.constraints.opened():
             if error is None:
                 self.admitter.opened(sequence)
@@ -372,6 +372,7 @@ class ComputeService:
         self._upkept_at = time.monotonic()
         self.drop_taken_over()
         self.exchange.follow_clock()
+        self.exchange.tell_prefixes()
         self.admitter.claim(self.num_prompts_wanted)
         self.hand_on()
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
@@ -389,6 +390,6 @@ class ComputeService:
             show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks, self.speculation.tallies))
         self.stage.load = load_figures(
             self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
-            output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed,
+            output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed, stolen=self.admitter.num_stolen,
             **(self.tier.figures() if self.tier is not None else {}),
         )  # fmt: skip

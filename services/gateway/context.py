@@ -28,7 +28,7 @@ from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid
 from shared.process.settings import GatewaySettings
 from shared.process.telemetry import get_logger
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from shared.process.errors import StartupError
 from shared.process.stages import SERVING, STAGES
-from shared.wire.messages import Replica
 from shared.wire.registry import RENEW_EVERY_S, look, unlike_replicas
+from shared.wire.replica import Replica
 from shared.wire.streams import DEAD_LETTER, prompts, requests
 from shared.wire.transport import connect, is_temporary
 

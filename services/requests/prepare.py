@@ -17,7 +17,8 @@ from services.requests.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import GenerateRequest, Replica, SchedulingParams
+from shared.wire.messages import GenerateRequest, SchedulingParams
+from shared.wire.replica import Replica
 
 
 async def prepare_completion(

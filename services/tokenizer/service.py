@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from services.tokenizer.affinity import Affinity, Choice
 from services.tokenizer.answers import Answer
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.prepared import Prepared
@@ -14,6 +15,7 @@ from shared.wire.entries import DeadLetter, Delivery, GroupReader, append_to_gro
 from shared.wire.line import Pipeline
 from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
+from shared.wire.offers import offer
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts, requests, tombstone_key
 from shared.wire.token_log import end_request, write_end
@@ -39,6 +41,7 @@ class TokenizerService:
         self.prompts = prompts(encoder.model)
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
         self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0])
+        self.affinity = Affinity(stage, encoder.model) if settings.prefix_affinity else None
         self.num_requests = 0
         self._claimed_at = self._forgot_at = 0.0
 
@@ -102,6 +105,7 @@ class TokenizerService:
         live = [each.request for each in waited_for]
         cancelled = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is not None]
         results = self.encoder.finish(waited_for, self.longest_sequence())
+        choices = self.choose_replicas(results)
         tokenized_at = time.time()
 
         def write(pipe: Pipeline) -> None:
@@ -113,7 +117,7 @@ class TokenizerService:
                 elif isinstance(result, Answer):
                     write_end(pipe, model, TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"), request.gateway_id)
                 else:
-                    append_to_group(pipe, self.prompts, replace(result, tokenized_at=tokenized_at))
+                    self.write_prompt(pipe, replace(result, tokenized_at=tokenized_at), choices.get(request.request_id))
             for request in cancelled:
                 end_request(pipe, model, request.request_id, request.gateway_id)
             for letter in dead:
@@ -128,6 +132,18 @@ class TokenizerService:
             if isinstance(result, Invalid):
                 log.info("request refused", request_id=request.request_id, error=result)
             self.trace(request, result, started_at, tokenized_at, len(live))
+
+    def choose_replicas(self, results: list[TokenizedRequest | Answer | Invalid]) -> dict[str, Choice]:
+        """The compute replicas of prompts that are better off with a certain one, by request."""
+        prompts = [each for each in results if isinstance(each, TokenizedRequest)]
+        choices = self.affinity.choose(prompts) if self.affinity is not None else []
+        return {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=False) if choice is not None}
+
+    def write_prompt(self, pipe: Pipeline, prompt: TokenizedRequest, choice: Choice | None) -> None:
+        if choice is None:
+            append_to_group(pipe, self.prompts, prompt)
+        else:
+            offer(pipe, self.prompts, prompt, choice.compute_id, round(choice.wait_s * 1000))
 
     def trace(self, request: GenerateRequest, result: TokenizedRequest | Answer | Invalid, started_at: float, ended_at: float, batch_size: int) -> None:
         """`tokenize`: the whole batch's time, for a request waits for all of its batch."""

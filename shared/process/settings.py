@@ -149,6 +149,7 @@ class TokenizerSettings(ModelSettings, FormatSettings):
     examples: ClassVar[str] = "penstock serve tokenizer --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
 
     max_batch: int = Field(64, gt=0, description="requests encoded together")
+    prefix_affinity: bool = Field(True, description="prompts go to the compute replica that has their prefix, unless it has more to do than others")
 
 
 class SamplerSettings(ModelSettings):

@@ -126,7 +126,10 @@ class GroupReader:
 
     def take(self, reply: Any) -> tuple[list[Delivery], list[DeadLetter]]:
         """The entries of an XREADGROUP reply, first deliveries all."""
-        entries = entries_of(reply).get(self.stream.key.encode(), [])
+        return self.open_fresh(entries_of(reply).get(self.stream.key.encode(), []))
+
+    def open_fresh(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> tuple[list[Delivery], list[DeadLetter]]:
+        """Entries that nobody has begun."""
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
     def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None, besides: Collection[bytes] = ()) -> tuple[list[Delivery], list[DeadLetter]]:

@@ -54,6 +54,7 @@ class Load(OwnForm):
     prompt_tokens: float | None = None  # computed
     surplus_tokens: float | None = None  # computed for nothing
     claimed: float | None = None  # requests taken over
+    stolen: float | None = None  # requests that waited too long for the replica that has their prefix
     predicted_peaks: float | None = None  # of KV memory, followed to their end
     predicted_peaks_exceeded: float | None = None
     predicted_peak_ratio_sum: float | None = None  # of real / predicted

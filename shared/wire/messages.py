@@ -22,8 +22,8 @@ from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
-from shared.wire.load import Load
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
+from shared.wire.replica import Replica
 from shared.wire.views import ComputeView
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -319,30 +319,10 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
-    """A live process, as it announces itself in the registry."""
+class Offer:
+    """A prompt that was delivered to this compute replica by choice."""
 
-    stage: str
-    replica_id: str
-    host: str
-    pid: int
-    started_at: float
-    model: str | None = None
-    max_model_len: int | None = None
-    idle_s: float = 0.0  # since its loop last came round: large means stuck
-    load: Load = field(default_factory=Load)
-    aliases: tuple[str, ...] = ()  # further names of the model
-    problem: str = ""  # the error that keeps it from Redis at the moment
-    # a tokenizer's: how the model writes "tool_calls" and "reasoning"; missing: it does not
-    parsers: dict[str, str] = field(default_factory=dict)
-    fingerprint: str = ""  # compute's: changes with everything that may change its tokens
-    is_encoder: bool = False  # compute's: the model makes embeddings, and no text
-    # a tokenizer's: the makers' defaults of sampling parameters
-    sampling: dict[str, float] = field(default_factory=dict)
-    # compute's: the labels of a classification head; empty: there is none
-    labels: tuple[str, ...] = ()
-    is_multi_label: bool = False  # several labels may be true of one text
-    sizes: dict[str, int] = field(default_factory=dict)  # compute's: of the model, by llama.cpp's names
+    entry_id: str  # in the stream of prompts
 
 
 TAGS: dict[type, tuple[str, int]] = {
@@ -353,6 +333,7 @@ TAGS: dict[type, tuple[str, int]] = {
     TokenEvent: ("token", 1),
     StepEvents: ("events", 1),
     Control: ("control", 1),
+    Offer: ("offer", 1),
     Replica: ("replica", 1),
     ComputeView: ("view", 1),
 }

@@ -21,7 +21,8 @@ from redis.exceptions import RedisError
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.line import DENIED, Pipeline, reason_of, without_command
-from shared.wire.messages import Control, Replica, decode, encode
+from shared.wire.messages import Control, decode, encode
+from shared.wire.replica import Replica
 from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
 from shared.wire.transport import Transport, is_temporary
 from shared.wire.views import ComputeView

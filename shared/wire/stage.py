@@ -26,8 +26,8 @@ from shared.process.tracing import open_tracer
 from shared.wire.entries import RELEASED_MS
 from shared.wire.line import DENIED, Pipeline, reason_of
 from shared.wire.load import Load
-from shared.wire.messages import Replica
 from shared.wire.registry import LEASE_S, Heartbeat, Registry
+from shared.wire.replica import Replica
 from shared.wire.transport import Transport
 
 log = get_logger("penstock.stage")
@@ -64,6 +64,7 @@ class Stage:
         self.labels: tuple[str, ...] = ()  # the same
         self.is_multi_label = False  # the same
         self.sizes: dict[str, int] = {}  # the same
+        self.kv_fingerprint, self.block_size = "", 0  # the same
         self._started_at = time.time()
         # when the loop came round last; the same, with no trouble with Redis
         self._alive_at = self._served_at = time.monotonic()
@@ -124,6 +125,8 @@ class Stage:
             labels=self.labels,
             is_multi_label=self.is_multi_label,
             sizes=self.sizes,
+            kv_fingerprint=self.kv_fingerprint,
+            block_size=self.block_size,
         )
 
     def catch_signals(self) -> None:

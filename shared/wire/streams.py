@@ -6,7 +6,7 @@ is messages.py.
 
 from dataclasses import dataclass
 
-from shared.wire.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
+from shared.wire.messages import Control, GenerateRequest, Offer, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
 
 LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
 # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
@@ -57,6 +57,23 @@ def requests(model: str) -> GroupStream:
 def prompts(model: str) -> GroupStream:
     """tokenizer → any compute of that model"""
     return GroupStream(f"prompts:{model}", TokenizedRequest, group="compute")
+
+
+def offers_key(model: str) -> str:
+    """The entries of prompts:<model> that were delivered to a compute by choice, and that it has not taken up: a sorted set of "<entry>/<compute id>" by the
+    time from which any compute may take them (ms, Redis' clock). Tokenizer, compute → compute. Lives an hour past the last offer."""
+    return f"offers:{model}"
+
+
+def offered(compute_id: str) -> DirectStream:
+    """tokenizer → that compute: which of its entries in prompts:<model> it has not read itself"""
+    return DirectStream(f"offered:{compute_id}", Offer)
+
+
+def prefixes_key(compute_id: str) -> str:
+    """The set of the blocks in a compute's prefix cache: the first 8 bytes of their hashes; compute → tokenizer. Written only while there are other
+    replicas. Lives 10 s, renewed every second."""
+    return f"prefixes:{compute_id}"
 
 
 def candidates(sampler_id: str) -> DirectStream:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.process.errors import Invalid
-from shared.wire.messages import Replica, TokenEvent, decode
+from shared.wire.messages import TokenEvent, decode
+from shared.wire.replica import Replica
 from tests.chaos.cluster import Cluster
 
 GROUP_STREAMS = ("requests*", "prompts:*")

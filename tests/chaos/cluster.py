@@ -18,7 +18,8 @@ import httpx
 import redis
 
 from services.requests.tenants.api_keys import add_key
-from shared.wire.messages import Replica, decode
+from shared.wire.messages import decode
+from shared.wire.replica import Replica
 from tests.chaos.clocks import Clocks
 from tests.chaos.options import Options
 from tests.chaos.proxy import Proxy

@@ -8,8 +8,9 @@ from typing import Any
 import redis
 
 from shared.wire.line import Pipeline
-from shared.wire.messages import Control, GenerateRequest, Replica, RequestError, StepEvents, TokenEvent, decode, encode
+from shared.wire.messages import Control, GenerateRequest, RequestError, StepEvents, TokenEvent, decode, encode
 from shared.wire.registry import announce, withdraw
+from shared.wire.replica import Replica
 from shared.wire.streams import MESSAGE, events, inflight_key, replica_key, requests
 from shared.wire.token_log import end_request, log_entry, write_step
 from tests.waiting import wait_until

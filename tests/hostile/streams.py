@@ -9,7 +9,8 @@ from typing import Any
 import msgpack
 import redis
 
-from shared.wire.messages import Control, GenerateRequest, Replica, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
+from shared.wire.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
+from shared.wire.replica import Replica
 from shared.wire.streams import CONTROL, MESSAGE, REPLICAS, candidates, decisions, events, prompts, replica_key, requests
 from tests.deployment import MODEL
 from tests.wire.golden import GOLDEN

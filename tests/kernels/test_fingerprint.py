@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from services.compute.backends.choose import choose_backend
-from services.compute.cache.block_manager import prefix_root
 from services.compute.fingerprint import HASHES, Fingerprint, fingerprint
 from shared.model.files import DEMO_MODEL, open_model
+from shared.model.prefix_hash import prefix_root
 from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU
 

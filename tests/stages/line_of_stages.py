@@ -30,8 +30,9 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings, SamplerSettings, StageSettings, TokenizerSettings
 from shared.wire import line
 from shared.wire.entries import append_to_group
-from shared.wire.messages import GenerateRequest, Replica
+from shared.wire.messages import GenerateRequest
 from shared.wire.registry import Registry
+from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 from shared.wire.streams import inflight_key, log_key, prompts, requests
 from shared.wire.transport import Transport

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shared.wire.messages import Replica
 from shared.wire.registry import LEASE_S, announce
+from shared.wire.replica import Replica
 from shared.wire.streams import replica_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import redis
 
+from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.exchange import inbox as inbox_module
 from services.compute.exchange import undecided as undecided_module
@@ -177,7 +178,7 @@ class Peer:
         self.client.flushall()
         self.stage = LocalStage("compute", StageSettings(redis_url=url, replica_id="compute-1"), url=through)
         self.active: dict[int, ActiveRequest] = {}
-        self.exchange = Exchange(self.stage, prompts(MODEL), self.active, **options)
+        self.exchange = Exchange(self.stage, self.active, BlockManager(8, 4), **options)
         self.exchange.start()
         self.seen: dict[str, bytes] = {}
 

@@ -17,7 +17,7 @@ from shared.model.files import DEMO_MODEL, open_model
 from shared.model.gguf.config import make_generation_config
 from shared.model.gguf.reader import read_head
 from shared.process.errors import StartupError
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 
 FILES = open_model("demo")
 

@@ -13,8 +13,8 @@ from services.gateway import app
 from services.operator.status import Status, render
 from services.requests.files.storage import Storage
 from services.requests.prepare import fingerprint_of, parsers_of
-from shared.wire.messages import Replica
 from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
+from shared.wire.replica import Replica
 
 OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"})
 NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"})

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.compute.batch import ScheduledBatch
-from services.compute.cache.block_manager import BlockManager, prefix_root
+from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import ScoredTokens, Sequence
+from shared.model.prefix_hash import prefix_root
 from tests.examples import examples
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
 

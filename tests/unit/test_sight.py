@@ -8,8 +8,8 @@ import pytest
 from services.compute.readers import Readers
 from shared.process.settings import StageSettings
 from shared.wire.entries import RELEASED_MS
-from shared.wire.messages import Replica
 from shared.wire.registry import BLIND_AFTER_S, LEASE_S, Registry, follow
+from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 
 GRACE_S = 60.0

@@ -20,7 +20,7 @@ from shared.wire.messages import (
     EncodingParams,
     GenerateRequest,
     Moments,
-    Replica,
+    Offer,
     RequestError,
     SchedulingParams,
     SequenceIntro,
@@ -31,6 +31,7 @@ from shared.wire.messages import (
     TokenizedRequest,
     ToolCall,
 )
+from shared.wire.replica import Replica
 from shared.wire.views import ComputeView, SequenceView
 
 
@@ -248,14 +249,16 @@ CONTROL_NOW = "96a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676
 CONTROL_BEFORE = "95a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d32"
 CONTROL = Golden(Control("attach", ("req-1", "req-2"), "gateway-2", generation=3), CONTROL_NOW, CONTROL_BEFORE, {"generation": 0})
 
+OFFER = Golden(Offer("5-0"), "93a56f6666657201a3352d30")
 REPLICA_NOW = (
+    "dc0016a77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e69"
+    "6e67cb400000000000000091a5616c696173a74c4f4144494e4781aa746f6f6c5f63616c6c73a66865726d6573a26670c381ab74656d7065726174757265cb3fe00000000000"
+    "0091a54c4142454cc381a86e5f706172616d7307a26b7610"
+)
+REPLICA_BEFORE = (
     "dc0014a77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e69"
     "6e67cb400000000000000091a5616c696173a74c4f4144494e4781aa746f6f6c5f63616c6c73a66865726d6573a26670c381ab74656d7065726174757265cb3fe00000000000"
     "0091a54c4142454cc381a86e5f706172616d7307"
-)
-REPLICA_BEFORE = (
-    "9da77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e696e67"
-    "cb400000000000000091a5616c696173a74c4f4144494e47"
 )
 REPLICA = Golden(
     Replica(
@@ -277,10 +280,12 @@ REPLICA = Golden(
         labels=("LABEL",),
         is_multi_label=True,
         sizes={"n_params": 7},
+        kv_fingerprint="kv",
+        block_size=16,
     ),
     REPLICA_NOW,
     REPLICA_BEFORE,
-    {"parsers": {}, "fingerprint": "", "is_encoder": False, "sampling": {}, "labels": (), "is_multi_label": False, "sizes": {}},
+    {"kv_fingerprint": "", "block_size": 0},
 )
 
 VIEW_NOW = (
@@ -303,4 +308,4 @@ VIEW = Golden(
     {"sequences": (replace(SEEN, num_accepted_tokens=0),)},
 )
 
-GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, REPLICA, VIEW)
+GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, OFFER, REPLICA, VIEW)

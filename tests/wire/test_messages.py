@@ -11,20 +11,9 @@ from hypothesis import strategies as st
 
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import (
-    TAGS,
-    ChatMessage,
-    Control,
-    GenerateRequest,
-    Replica,
-    RequestError,
-    StepCandidates,
-    StepDecisions,
-    TokenEvent,
-    decode,
-    encode,
-)
+from shared.wire.messages import TAGS, ChatMessage, Control, GenerateRequest, RequestError, StepCandidates, StepDecisions, TokenEvent, decode, encode
 from shared.wire.registry import decode_replicas
+from shared.wire.replica import Replica
 from tests.wire.golden import CANDIDATES, GENERATE, GOLDEN, LOGPROB, PROMPT_LOGPROBS, REPLICA, Golden, f32, i32
 
 

@@ -10,30 +10,13 @@ A prefix is found to the token: behind its last whole block, the cached block th
 most of its tokens is shared as far as they agree.
 """
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from functools import lru_cache
 from itertools import islice
 
 from services.compute.sequence import Sequence
+from shared.model.prefix_hash import block_hash, prefix_root
 
 MOST_CHILDREN = 64  # that are compared, of the blocks that follow one
-
-
-@lru_cache(maxsize=1024)
-def prefix_root(fingerprint: str, *, salt: str = "") -> bytes:
-    """The hash that stands before a sequence's first block: of all that decides the bytes of its
-    keys and values beside its tokens, and of who may share them.
-
-    fingerprint: of the model and its arithmetic (Fingerprint.kv); salt: the client's. Each comes
-    with its length, so that no two of them can be read as another two.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (fingerprint, salt):
-        encoded = part.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.digest()
 
 
 class BlockManager:
@@ -62,6 +45,8 @@ class BlockManager:
         self.copies: dict[int, int] = {}  # to: from, for the next step
         # hashes and blocks that were offered to the prefix cache, for a second tier; None: there is none
         self.fresh: list[tuple[bytes, int]] | None = None
+        # hashes that have come into the prefix cache or have left it, for those who are told; None: nobody is
+        self.changes: dict[bytes, bool] | None = None
         self.num_evictions = 0
 
     @property
@@ -180,11 +165,11 @@ class BlockManager:
         if not self.prefix_caching:
             return
         for number in range(sequence.num_committed_blocks, num_full):
-            block_hash, block_id = self._hash(sequence, number), sequence.block_table[number]
-            if block_hash not in self.cached_blocks:
+            name, block_id = self._hash(sequence, number), sequence.block_table[number]
+            if name not in self.cached_blocks:
                 self._offer(sequence, number, block_id)
                 if self.fresh is not None:
-                    self.fresh.append((block_hash, block_id))
+                    self.fresh.append((name, block_id))
         sequence.num_committed_blocks = num_full
 
     def forget_hashes(self, sequence: Sequence) -> None:
@@ -202,8 +187,7 @@ class BlockManager:
         root."""
         hashes = sequence.block_hashes
         while len(hashes) <= number:
-            tokens = array("q", self._tokens(sequence, len(hashes))).tobytes()
-            hashes.append(hashlib.blake2b(self._parent(sequence, len(hashes)) + tokens, digest_size=16).digest())
+            hashes.append(block_hash(self._parent(sequence, len(hashes)), self._tokens(sequence, len(hashes))))
         return hashes[number]
 
     def _parent(self, sequence: Sequence, number: int) -> bytes:
@@ -215,11 +199,13 @@ class BlockManager:
 
     def _offer(self, sequence: Sequence, number: int, block_id: int) -> None:
         """Put the sequence's number-th block into the prefix cache."""
-        block_hash, parent = self._hash(sequence, number), self._parent(sequence, number)
-        self.cached_blocks[block_hash] = block_id
-        self.block_hashes[block_id] = block_hash
+        name, parent = self._hash(sequence, number), self._parent(sequence, number)
+        self.cached_blocks[name] = block_id
+        self.block_hashes[block_id] = name
         self.origins[block_id] = parent, self._tokens(sequence, number)
         self.children.setdefault(parent, {})[block_id] = None
+        if self.changes is not None:
+            self.changes[name] = True
 
     def _shared_tail(self, sequence: Sequence) -> int | None:
         """The place in the table of the block that the sequence would write next, if it must
@@ -244,6 +230,8 @@ class BlockManager:
             if not self.children[parent]:
                 del self.children[parent]
             self.num_evictions += 1
+            if self.changes is not None:
+                self.changes[evicted] = False
         self.ref_counts[block_id] = 1
         return block_id
 

@@ -11,20 +11,23 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
+from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.rows import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.inbox import Inbox
 from services.compute.exchange.outbox import Outbox
+from services.compute.exchange.prefixes import Prefixes
 from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
 from services.compute.quarantine import Record
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
 from shared.wire.line import Line, Pipeline
-from shared.wire.messages import Control, StepDecisions
+from shared.wire.messages import Control, Offer, StepDecisions
+from shared.wire.offers import take_up
 from shared.wire.redis_clock import follow_clock
 from shared.wire.stage import Stage
-from shared.wire.streams import CONTROL, GroupStream, decisions
+from shared.wire.streams import CONTROL, decisions, offered, prompts
 from shared.wire.token_log import finish_ended
 
 log = get_logger("penstock.compute")
@@ -48,18 +51,31 @@ class Exchange:
     """Owns this replica's lines, its place in the prompts group, and what is undecided. `active`,
     by handle, is the service's."""
 
-    def __init__(self, stage: Stage, prompts: GroupStream, active: Mapping[int, ActiveRequest], *, publish_interval_s: float = 0.0, max_held: int = 1) -> None:
-        """publish_interval_s, max_held: how long candidates are held back, as Outbox says."""
+    def __init__(
+        self,
+        stage: Stage,
+        active: Mapping[int, ActiveRequest],
+        blocks: BlockManager,
+        *,
+        publish_interval_s: float = 0.0,
+        max_held: int = 1,
+    ) -> None:
+        """blocks: of which tokenizers are told; publish_interval_s, max_held: how long candidates are
+        held back, as Outbox says."""
+        assert stage.model is not None
         self.stage = stage
+        self.model = stage.model
         self.active = active
-        self.prompts = GroupReader(stage.transport, prompts, stage.replica_id)
+        self.prompts = GroupReader(stage.transport, prompts(stage.model), stage.replica_id)
         self.decisions = DirectReader(stage.transport, decisions(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
+        self.offered = DirectReader(stage.transport, offered(stage.replica_id))
+        self.prefixes = Prefixes(stage, blocks)
         self.samplers = Samplers(stage.replica_id, active, stage.fingerprint)
         self.undecided = Undecided()
         out, news, requests = (Line(stage.transport.client) for _ in range(3))
-        self.outbox = Outbox(out, prompts, self.decisions, publish_interval_s=publish_interval_s, max_held=max_held)
-        self.inbox = Inbox(news, requests, self.prompts, self.decisions, self.control)
+        self.outbox = Outbox(out, self.prompts.stream, self.decisions, self.prefixes, publish_interval_s=publish_interval_s, max_held=max_held)
+        self.inbox = Inbox(news, requests, self.prompts, self.decisions, self.control, self.offered)
         # of the next message: beyond any of an earlier life of this replica
         self._step = time.time_ns() // 1000
         self._looked_at = self._warned_at = 0.0
@@ -93,7 +109,7 @@ class Exchange:
     def receive(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
         """Receive what has come: decisions, control, and up to num_prompts prompts; if nothing has,
         waits up to wait_s for what is awaited."""
-        received = Received()
+        received, offers = Received(), list[Offer]()
         if self.outbox.num_held and (wait_s or self.outbox.is_overdue()):
             self._publish()
         if self.outbox.next:
@@ -103,8 +119,8 @@ class Exchange:
             if wait_s:
                 self.inbox.wait(wait_s, for_decisions=bool(self.undecided.rows))
             if (news := self.inbox.take_news()) is not None:
-                received.control = news[0]
-                for message in news[1]:
+                received.control, offers = news.control, news.offers
+                for message in news.decisions:
                     received.decisions += self._settle(message)
                 self.stage.transport.backoff.succeeded()
             received.prompts, received.dead = self.inbox.take_prompts()
@@ -113,6 +129,10 @@ class Exchange:
             self.inbox.ask(num_prompts)
         except (RedisError, OSError) as error:
             self._recover(error)
+        if offers:
+            taken, dead = take_up(self.prompts, self.model, [each.entry_id for each in offers])
+            received.prompts += taken
+            received.dead += dead
         return received
 
     def resend_overdue(self) -> list[int]:
@@ -133,7 +153,11 @@ class Exchange:
 
     def follow_clock(self) -> None:
         """Now and then: what Redis' clock has done to the streams that are read here."""
-        follow_clock(self.stage.transport, [self.decisions, self.control])
+        follow_clock(self.stage.transport, [self.decisions, self.control, self.offered])
+
+    def tell_prefixes(self) -> None:
+        """Now and then: which blocks are in the prefix cache."""
+        self.stage.transport.run(self.prefixes.queue)
 
     def forget(self, active: ActiveRequest, *, tell_sampler: bool) -> None:
         """The request has ended: its entry is acknowledged with the next write, its sampler told
@@ -161,7 +185,7 @@ class Exchange:
 
         def fill(pipe: Pipeline) -> None:
             finish_ended(pipe, self.prompts.stream, ended)
-            pipe.delete(self.decisions.stream.key)
+            pipe.delete(self.decisions.stream.key, self.offered.stream.key, self.prefixes.key)
 
         self.stage.transport.run(fill)
         self.prompts.release_all()

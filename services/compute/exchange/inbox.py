@@ -1,30 +1,40 @@
-"""Inbox: two standing reads. Redis answers one as soon as there are decisions or control messages,
-the other as soon as there are prompts."""
+"""Inbox: two standing reads. Redis answers one as soon as there are decisions, offers or control
+messages, the other as soon as there are prompts."""
+
+from dataclasses import dataclass
 
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
 from shared.wire.line import Line
-from shared.wire.messages import Control, StepDecisions
-from shared.wire.streams import CONTROL
+from shared.wire.messages import Control, Offer, StepDecisions
 
 STANDING_MS = 1000  # how long Redis holds a standing read before it is asked again
 MAX_TAKEN = 64  # prompts in a reply: more would hold up the steps of those that run
 
 
-class Inbox:
-    """A line for each read: for decisions and control messages, and for prompts. All methods raise
-    what redis-py raises."""
+@dataclass(slots=True)
+class News:
+    """Messages of the first read."""
 
-    def __init__(self, news: Line, requests: Line, prompts: GroupReader, decisions: DirectReader, control: DirectReader) -> None:
+    control: list[Control]
+    decisions: list[StepDecisions]
+    offers: list[Offer]
+
+
+class Inbox:
+    """A line for each read: for news, and for prompts. All methods raise what redis-py raises."""
+
+    def __init__(self, news: Line, requests: Line, prompts: GroupReader, decisions: DirectReader, control: DirectReader, offered: DirectReader) -> None:
         self.news = news
         self.requests = requests
         self.prompts = prompts
         self.decisions = decisions
         self.control = control
+        self.offered = offered
 
     def ask(self, num_prompts: int) -> None:
         """Leave the reads standing, the second for up to num_prompts prompts."""
         if not self.news.num_awaited:
-            last_ids = {self.decisions.stream.key: self.decisions.last_id, CONTROL.key: self.control.last_id}
+            last_ids = {each.stream.key: each.last_id for each in (self.decisions, self.control, self.offered)}
             self.news.send(lambda pipe: pipe.xread(last_ids, block=STANDING_MS))
         if num_prompts > 0 and not self.requests.num_awaited:
             self.requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS))
@@ -35,12 +45,12 @@ class Inbox:
         line = self.news if for_decisions or not self.requests.num_awaited else self.requests
         line.has_reply(wait_s)
 
-    def take_news(self) -> tuple[list[Control], list[StepDecisions]] | None:
-        """Control messages and decisions that have come; None while the read stands."""
+    def take_news(self) -> News | None:
+        """Take what has come; None while the read stands."""
         if not self.news.has_reply():
             return None
         reply = self.news.receive()[-1]
-        return self.control.take(reply), self.decisions.take(reply)
+        return News(self.control.take(reply), self.decisions.take(reply), self.offered.take(reply))
 
     def take_prompts(self) -> tuple[list[Delivery], list[DeadLetter]]:
         """Prompts that have come, and entries that nobody can read."""

@@ -8,6 +8,7 @@ the model.
 import time
 from dataclasses import dataclass, field
 
+from services.compute.exchange.prefixes import Prefixes
 from services.compute.quarantine import Record, queue_records
 from shared.wire.entries import DirectReader, append
 from shared.wire.line import Line, Pipeline
@@ -31,16 +32,17 @@ class Write:
 
 class Outbox:
     """A line to write on, and what is to be written. decisions: the stream that is trimmed with the
-    writes.
+    writes; prefixes: are told with them.
 
     Steps are held back until publish_interval_s have passed since the last were sent, max_held of
     them at most.
     """
 
-    def __init__(self, line: Line, prompts: GroupStream, decisions: DirectReader, *, publish_interval_s: float, max_held: int) -> None:
+    def __init__(self, line: Line, prompts: GroupStream, decisions: DirectReader, prefixes: Prefixes, *, publish_interval_s: float, max_held: int) -> None:
         self.line = line
         self.prompts = prompts
         self.decisions = decisions
+        self.prefixes = prefixes
         self.publish_interval_s = publish_interval_s
         self.max_held = max_held
         self.next = Write()
@@ -88,6 +90,7 @@ class Outbox:
         self.line.close()
         self.next = Write([], self.unanswered.ended | self.next.ended, self.unanswered.records + self.next.records)
         self.unanswered = Write()
+        self.prefixes.start_over()
 
     def _fill(self, pipe: Pipeline, write: Write) -> None:
         queue_records(pipe, write.records)
@@ -97,3 +100,4 @@ class Outbox:
         if write.ended:
             pipe.delete(*map(attempts_key, write.ended.values()))
         self.decisions.trim_now_and_then(pipe)
+        self.prefixes.queue(pipe)

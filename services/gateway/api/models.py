@@ -17,7 +17,7 @@ from services.requests.context import RequestContext
 from services.requests.neutral.schemas import MAX_MESSAGES
 from services.requests.prepare import makers_sampling
 from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 
 SAMPLING = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}

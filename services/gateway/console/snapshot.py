@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shared.process.stages import SERVING
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 from shared.wire.views import ComputeView
 
 MAX_REPLICAS_SHOWN = 64  # of all stages

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from services.requests.batches.figures import BatchFigures
 from shared.process.stages import STAGES
 from shared.wire.load import Load
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 
 COMPUTE_GAUGES = {
     "running": ("penstock_num_requests_running", "Sequences that have a place in compute's steps"),

@@ -27,8 +27,9 @@ from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import RequestSettings
 from shared.process.stages import PIPELINE
-from shared.wire.messages import GenerateRequest, Replica, SchedulingParams, encode
+from shared.wire.messages import GenerateRequest, SchedulingParams, encode
 from shared.wire.registry import Registry
+from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 from shared.wire.streams import (
     GATEWAY_ID,

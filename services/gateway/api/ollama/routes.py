@@ -19,7 +19,8 @@ from services.gateway.telemetry.measured import Measured
 from services.requests.neutral.schemas import ChatCompletionBody
 from services.requests.neutral.translate import make_chat, own_terms, thinking_kwargs
 from services.requests.prepare import parsers_of, prepare_chat
-from shared.wire.messages import ChatOptions, Replica
+from shared.wire.messages import ChatOptions
+from shared.wire.replica import Replica
 
 STAYS_UNTIL = "9999-12-31T23:59:59Z"
 OLLAMA_LEVEL = "0.14.0"  # of Ollama's API, as clients ask for it: the release whose fields and answers are spoken here

@@ -22,7 +22,7 @@ from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.translate import in_own_terms, own_terms
 from services.requests.record import ResponseRecord
 from shared.process.errors import Invalid
-from shared.wire.messages import Replica
+from shared.wire.replica import Replica
 
 router = APIRouter()
 

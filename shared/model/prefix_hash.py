@@ -1,0 +1,35 @@
+"""The names of the KV cache's blocks: a hash of a block's tokens, chained to its parent's, from a
+root. Compute finds blocks by them, and a tokenizer who has a prompt's."""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+
+
+@lru_cache(maxsize=1024)
+def prefix_root(fingerprint: str, *, salt: str = "") -> bytes:
+    """The hash that stands before a sequence's first block: of all that decides the bytes of its
+    keys and values beside its tokens, and of who may share them.
+
+    fingerprint: of the model and its arithmetic (Fingerprint.kv); salt: the client's. Each comes
+    with its length, so that no two of them can be read as another two.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (fingerprint, salt):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """A block's hash. parent: that of the block before it, or the root."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def prefix_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The hashes of the whole blocks of these tokens."""
+    hashes = [root]
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        hashes.append(block_hash(hashes[-1], token_ids[start : start + block_size]))
+    return hashes[1:]

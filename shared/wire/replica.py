@@ -1,0 +1,36 @@
+"""Replica: the message by which a live process announces itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.wire.load import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A live process, as it announces itself in the registry."""
+
+    stage: str
+    replica_id: str
+    host: str
+    pid: int
+    started_at: float
+    model: str | None = None
+    max_model_len: int | None = None
+    idle_s: float = 0.0  # since its loop last came round: large means stuck
+    load: Load = field(default_factory=Load)
+    aliases: tuple[str, ...] = ()  # further names of the model
+    problem: str = ""  # the error that keeps it from Redis at the moment
+    # a tokenizer's: how the model writes "tool_calls" and "reasoning"; missing: it does not
+    parsers: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""  # compute's: changes with everything that may change its tokens
+    is_encoder: bool = False  # compute's: the model makes embeddings, and no text
+    # a tokenizer's: the makers' defaults of sampling parameters
+    sampling: dict[str, float] = field(default_factory=dict)
+    # compute's: the labels of a classification head; empty: there is none
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False  # several labels may be true of one text
+    sizes: dict[str, int] = field(default_factory=dict)  # compute's: of the model, by llama.cpp's names
+    kv_fingerprint: str = ""  # compute's: of all that decides the bytes of keys and values; empty: it has no prefix cache
+    block_size: int = 0  # the same: tokens of a block of it
