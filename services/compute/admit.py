@@ -58,7 +58,7 @@ class Admitter:
         self._num_claims = 0
         self._stole_at = 0.0
         self.num_claimed = 0  # requests that were taken over from replicas that died or left
-        self.num_stolen = 0  # that waited too long for the replica that has their prefix
+        self.num_stolen = 0  # that waited too long for another, which has their prefix
 
     def handles_of(self, request_ids: tuple[str, ...]) -> list[int]:
         """Handles of the requests among these that this replica has."""

@@ -391,5 +391,6 @@ class ComputeService:
         self.stage.load = load_figures(
             self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
             output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed, stolen=self.admitter.num_stolen,
+            offered=self.exchange.num_taken_up,
             **(self.tier.figures() if self.tier is not None else {}),
         )  # fmt: skip

@@ -47,6 +47,10 @@ class Line:
     tokens_per_s: float | None
     ttft_s: float | None  # p50 of those that a gateway saw in the last minutes
     kv_cache_usage: float | None  # from 0 to 1
+    prefix_hits: float | None  # of prompts' tokens, from 0 to 1
+    disk_hits: float | None  # of prompts' tokens, those that were read from the disk
+    offered: int | None  # requests that came since their prefix is there
+    stolen: int | None  # requests that waited too long for the replica that has their prefix
     uptime_s: float
     host: str
     pid: int
@@ -103,8 +107,9 @@ class Watcher:
         stuck = f"its loop has not come round for {replica.idle_s:.0f} s" if replica.idle_s > STUCK_AFTER_S else ""
         return Line(
             replica.stage, replica.replica_id, replica.model,
-            None if running is None else int(running), None if waiting is None else int(waiting),
-            self._rate(replica.replica_id), load.ttft_s, load.kv_cache_usage,
+            whole(running), whole(waiting),
+            self._rate(replica.replica_id), load.ttft_s, load.kv_cache_usage, share(load.prefix_cache_hits, load.prefix_cache_queries),
+            share(load.kv_disk_tokens, load.prefix_cache_queries), whole(load.offered), whole(load.stolen),
             max(0.0, time.time() - replica.started_at), replica.host, replica.pid, replica.problem or stuck,
         )  # fmt: skip
 
@@ -188,9 +193,28 @@ def render(status: Status, width: int) -> RenderableType:
         parts.append(Text(missing, style="bold red"))
     parts += [Text(f"{line.replica_id}: {line.problem}", style="bold red") for line in status.replicas if line.problem]
     parts += [Text(each, style="bold yellow") for each in status.warnings]
+    parts += [Text(told, style="dim") for line in status.replicas if (told := prefixes_told(line))]
     queues: dict[str, Any] = status.queues | {DEAD_LETTER: status.dead_letters}
     parts.append(Text("\nentries in streams: " + ", ".join(f"{key} {count:,}" for key, count in queues.items()), style="dim"))
     return Group(*parts)
+
+
+def prefixes_told(line: Line) -> str:
+    """Where a compute replica found its prompts' tokens; empty: there is nothing to say."""
+    if not line.prefix_hits and not line.offered and not line.stolen:
+        return ""
+    found = f"{line.prefix_hits or 0:.0%} of its prompts' tokens were in its prefix cache"
+    from_disk = f", {line.disk_hits:.0%} from disk" if line.disk_hits else ""
+    moved = f"; {line.offered or 0:,} prompts came for that, {line.stolen or 0:,} were stolen" if line.offered or line.stolen else ""
+    return f"{line.replica_id}: {found}{from_disk}{moved}"
+
+
+def share(part: float | None, of: float | None) -> float | None:
+    return None if part is None or not of else min(1.0, part / of)
+
+
+def whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def cells(line: Line) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ something to read, while the model runs.
 """
 
 import hashlib
+import select
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,11 +103,26 @@ class Line:
             raise first
         return replies
 
+    def fileno(self) -> int:
+        """The socket's. Good while a reply is awaited."""
+        return int(self._connection._sock.fileno())
+
     def close(self) -> None:
         """Hang up; the next `send` connects again."""
         self._connection.disconnect()
         self._awaited.clear()
         self._scripts.clear()
+
+
+def wait_for_any(lines: Sequence[Line], wait_s: float) -> None:
+    """Until one of the lines that await a reply has one, or for wait_s. Raises what has_reply does."""
+    awaiting = [line for line in lines if line.num_awaited]
+    if not awaiting or any(line.has_reply() for line in awaiting):
+        return
+    poll = select.poll()
+    for line in awaiting:
+        poll.register(line.fileno(), select.POLLIN)
+    poll.poll(wait_s * 1000)
 
 
 def reason_of(error: BaseException) -> str:

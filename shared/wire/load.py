@@ -51,10 +51,12 @@ class Load(OwnForm):
     kv_disk_tokens: float | None = None  # whose keys and values were read from the file of --kv-disk
     kv_disk_blocks_written: float | None = None
     kv_disk_blocks_dropped: float | None = None  # not written, for too many waited
+    kv_disk_passed_over: float | None = None  # sequences that were not looked up there: computing is faster
     prompt_tokens: float | None = None  # computed
     surplus_tokens: float | None = None  # computed for nothing
     claimed: float | None = None  # requests taken over
-    stolen: float | None = None  # requests that waited too long for the replica that has their prefix
+    offered: float | None = None  # requests that came here since their prefix is here
+    stolen: float | None = None  # requests that waited too long for another, which has their prefix
     predicted_peaks: float | None = None  # of KV memory, followed to their end
     predicted_peaks_exceeded: float | None = None
     predicted_peak_ratio_sum: float | None = None  # of real / predicted

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,8 +64,8 @@ class Place:
         return [each.message.request_id for each in self.readers[compute_id].read(count=count, block_ms=1)[0]]
 
     def entry_of(self, request_id: str) -> bytes:
-        entries = self.client.xrange(STREAM.key)
-        return next(entry_id for entry_id, values in entries if decode(TokenizedRequest, values[MESSAGE]).request_id == request_id)
+        entries: Any = self.client.xrange(STREAM.key)
+        return next(bytes(entry_id) for entry_id, values in entries if decode(TokenizedRequest, values[MESSAGE]).request_id == request_id)
 
     def close(self) -> None:
         for stage in self.stages.values():
@@ -159,7 +160,7 @@ def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Pl
 
 def compute(name: str, *, running: int = 0, **more: object) -> Replica:
     load = Load(running=running, waiting=0, max_num_seqs=16, step_cost_per_token_s=0.001)
-    return replace(replica("compute", name), load=load, kv_fingerprint="kv", block_size=4, **more)  # type: ignore[arg-type]
+    return replace(replica("compute", name), load=load, kv_fingerprint="kv", block_size=4, **more)
 
 
 def tell(place: Place, compute_id: str, token_ids: list[int], salt: str = "") -> None:
@@ -224,6 +225,6 @@ def test_replicas_tell_what_is_in_their_prefix_caches(place: Place) -> None:
     assert blocks.changes == {} and 0 < place.client.ttl(prefixes_key("compute-1")) <= 10
     blocks.changes = {names[0]: False, names[5]: True}
     assert tell_them() == {names[1][:8], names[5][:8]}
-    blocks.cached_blocks = dict.fromkeys(number.to_bytes(16, "big")[::-1] for number in range(2 * AT_ONCE + 1))
+    blocks.cached_blocks = dict.fromkeys((number.to_bytes(16, "little") for number in range(2 * AT_ONCE + 1)), 0)
     told.start_over()
     assert len(tell_them()) == 2 * AT_ONCE + 1, "and all of it, when nobody knows what arrived"

@@ -81,6 +81,7 @@ class KVTier:
             "kv_disk_tokens": self.num_tokens_read,
             "kv_disk_blocks_written": self.num_blocks_written,
             "kv_disk_blocks_dropped": self.num_blocks_dropped,
+            "kv_disk_passed_over": self._num_passed_over,
         }
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class Exchange:
         # of the next message: beyond any of an earlier life of this replica
         self._step = time.time_ns() // 1000
         self._looked_at = self._warned_at = 0.0
+        self.num_taken_up = 0  # prompts that came since their prefix is here
 
     def start(self) -> None:
         self.prompts.ensure_group()
@@ -132,6 +133,7 @@ class Exchange:
         if offers:
             taken, dead = take_up(self.prompts, self.model, [each.entry_id for each in offers])
             received.prompts += taken
+            self.num_taken_up += len(taken)
             received.dead += dead
         return received
 

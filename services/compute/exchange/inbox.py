@@ -4,7 +4,7 @@ messages, the other as soon as there are prompts."""
 from dataclasses import dataclass
 
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
-from shared.wire.line import Line
+from shared.wire.line import Line, wait_for_any
 from shared.wire.messages import Control, Offer, StepDecisions
 
 STANDING_MS = 1000  # how long Redis holds a standing read before it is asked again
@@ -40,10 +40,8 @@ class Inbox:
             self.requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS))
 
     def wait(self, wait_s: float, *, for_decisions: bool) -> None:
-        """Wait for the first reply: of the first read if decisions are awaited, or prompts are not
-        asked for."""
-        line = self.news if for_decisions or not self.requests.num_awaited else self.requests
-        line.has_reply(wait_s)
+        """Wait for the first reply: of the first read if decisions are awaited, else of any."""
+        wait_for_any([self.news] if for_decisions else [self.news, self.requests], wait_s)
 
     def take_news(self) -> News | None:
         """Take what has come; None while the read stands."""

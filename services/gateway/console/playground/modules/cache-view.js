@@ -10,12 +10,13 @@ export class CacheView {
     this.element = h("div", {class: "caches"});
   }
 
-  show({caches}) {
-    replace(this.element, caches.length ? caches.map(cacheOf) : h("p", {class: "empty"}, "Waiting for a compute replica to show its cache."));
+  show({caches, replicas}) {
+    const loads = new Map(replicas.map(({replica_id: id, load}) => [id, load]));
+    replace(this.element, caches.length ? caches.map(each => cacheOf(each, loads.get(each.replica_id) ?? {})) : h("p", {class: "empty"}, "Waiting for a compute replica to show its cache."));
   }
 }
 
-function cacheOf(cache) {
+function cacheOf(cache, load) {
   const {num_blocks: total, num_held_blocks: held, num_cached_blocks: kept, block_size: size} = cache;
   const running = cache.sequences.filter(each => each.num_blocks > 0);
   const holders = new Map();
@@ -28,8 +29,18 @@ function cacheOf(cache) {
     h("div", {class: "cache-bar", role: "img", "aria-label": `${percent(held, total)} held, ${percent(kept, total)} kept for prefixes`},
       h("span", {class: "held", style: {"flex-grow": held}}), h("span", {class: "kept", style: {"flex-grow": kept}}),
       h("span", {class: "free", style: {"flex-grow": Math.max(0, total - held - kept)}})),
+    load.prefix_cache_queries > 0 && h("p", {class: "cache-found"}, foundIn(load)),
     rows.length ? h("ul", {class: "rows"}, rows.map(each => rowOf(each, holders, size))) : h("p", {class: "empty"}, "No sequence holds a block."),
     hidden > 0 && h("p", {class: "empty"}, `and ${count(hidden)} more sequences, which wait or are not shown`));
+}
+
+// Where the tokens of this replica's prompts were found.
+function foundIn({prefix_cache_queries: asked, prefix_cache_hits: found, kv_disk_tokens: read, offered, stolen}) {
+  const told = [`${percent(found, asked)} of its prompts' tokens were in the prefix cache`];
+  if (read) told.push(`${percent(read, asked)} came from disk`);
+  if (offered) told.push(`${count(offered)} prompts came for their prefix`);
+  if (stolen) told.push(`${count(stolen)} were taken from another replica`);
+  return told.join(", ");
 }
 
 function rowOf(sequence, holders, size) {
