@@ -31,7 +31,7 @@ MAX_CLAIMED = 256  # at a time, with their logs
 FORGET_CONSUMERS_EVERY = 30  # claims
 LEFT_FOR_S = 5.0  # what another fingerprint began: its replicas look for it every second
 REMEMBERED_S = 60.0  # so that nothing is left twice
-STEAL_EVERY_S = 0.1
+STEAL_EVERY_S, STEAL_BUSY_EVERY_S = 0.1, 1.0  # without sequences that wait for the reply, and with
 
 
 class Admitter:
@@ -91,11 +91,12 @@ class Admitter:
         """Now and then, if there are free places: take prompts that wait too long for the replica that
         they were offered to."""
         now, num_free = time.monotonic(), self.scheduler.max_num_seqs - len(self.active)
-        if num_free > 0 and now - self._stole_at > STEAL_EVERY_S and len(self.stage.registry.of("compute", self.model)) > 1:
+        pause_s = STEAL_BUSY_EVERY_S if self.active else STEAL_EVERY_S
+        if num_free > 0 and now - self._stole_at > pause_s and len(self.stage.registry.of("compute", self.model)) > 1:
             self._stole_at = now
-            deliveries, dead = steal(self.exchange.prompts, self.model, num_free)
-            self.num_stolen += len(deliveries)
-            self.admit(deliveries, dead)
+            loot = steal(self.exchange.prompts, self.model, num_free)
+            self.num_stolen += loot.num_stolen
+            self.admit(loot.deliveries, loot.dead)
 
     def admit(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
         """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or

@@ -144,6 +144,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     warn_of_length(settings, files)
     with logging_redirect_tqdm():  # lines of log go above the bar
         model = load_model(settings, files, backend, limit)
+        if settings.block_size % model.backend.block_multiple:
+            multiple, asked = model.backend.block_multiple, settings.block_size
+            raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
         speculators = choose_speculators(settings, model)
         drafting = load_draft_models(speculators, settings, files, model, limit)
         heads = load_heads(settings, speculators, model)

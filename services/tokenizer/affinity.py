@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.model.prefix_hash import prefix_hashes, prefix_root
+from shared.model.prefix_hash import HINT_BYTES, prefix_hashes, prefix_root
+from shared.wire.entries import GroupReader
 from shared.wire.line import Pipeline
 from shared.wire.messages import TokenizedRequest
 from shared.wire.replica import Replica
 from shared.wire.stage import Stage
-from shared.wire.streams import prefixes_key
+from shared.wire.streams import GroupStream, prefixes_key
 
-NAME_BYTES = 8  # of a hash, as replicas tell it
 MAX_ASKED = 32  # blocks of a prompt: evenly spaced, the last among them
 WORTH_S = 0.002  # that a prefix saves, at least
 MOST_WAIT_S = 2.0
-SLACK = 4  # sequences that a replica may have more than half as many again as the one with the fewest
+# a chosen replica has fewer sequences than SLACK + FACTOR * those of the one with the fewest
+SLACK, FACTOR = 4, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,71 +42,78 @@ class Question:
 
 
 class Affinity:
-    """Chooses for one model's prompts. Prompts that it has sent since the replicas said how many
-    they have count as theirs."""
+    """Chooses for one model's prompts."""
 
-    def __init__(self, stage: Stage, model: str) -> None:
+    def __init__(self, stage: Stage, stream: GroupStream, model: str) -> None:
+        """stream: of the prompts."""
         self.stage = stage
+        self.stream = stream
+        GroupReader(stage.transport, stream, stage.replica_id)  # reads nothing: the transport makes the group again if Redis has lost it
         self.model = model
-        self._sent: Counter[str] = Counter()
-        self._sent_since = 0.0
 
     def choose(self, prompts: Sequence[TokenizedRequest]) -> list[Choice | None]:
         """The replica of each prompt. None: whoever comes first. One round trip, if there are several
         replicas."""
-        registry = self.stage.registry
-        replicas = [each for each in registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs]
+        replicas = [each for each in self.stage.registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs]
         if len(replicas) < 2 or not prompts:
             return [None] * len(prompts)
-        if registry.looked_at != self._sent_since:
-            self._sent_since = registry.looked_at
-            self._sent.clear()
-        questions = [question for number, prompt in enumerate(prompts) for question in ask_of(number, prompt, replicas)]
+        named: dict[tuple[str, int, str, bytes], list[bytes]] = {}
+        questions = [question for number, prompt in enumerate(prompts) if can_share(prompt) for question in ask_of(number, prompt, replicas, named)]
+
+        if not questions:
+            return [None] * len(prompts)
 
         def ask(pipe: Pipeline) -> None:
+            pipe.xpending(self.stream.key, self.stream.group)
             for each in questions:
                 pipe.execute_command("SMISMEMBER", prefixes_key(each.replica.replica_id), *each.names)
 
-        replies: list[Any] = self.stage.transport.run(ask) if questions else []
+        pending: Any
+        pending, *replies = self.stage.transport.run(ask)
+        # sequences by replica, with those that are being given away here
+        num_held = Counter({each["name"].decode(): int(each["pending"]) for each in pending["consumers"]})
         found: dict[int, list[tuple[Replica, int]]] = {}
         for question, reply in zip(questions, replies, strict=True):
             longest = max((count for count, is_there in zip(question.num_tokens, reply, strict=True) if is_there), default=0)
             found.setdefault(question.prompt, []).append((question.replica, longest))
-        return [self._best(found.get(number, [])) for number in range(len(prompts))]
-
-    def _best(self, found: list[tuple[Replica, int]]) -> Choice | None:
-        """The replica that saves most, of those with a free place and not much more to do than others.
-        found: all, with the tokens that each has of the prompt."""
-        limit = SLACK + 1.5 * min((self._num_sequences(replica) for replica, _ in found), default=0)
-        saved = {
-            replica.replica_id: num_tokens * (replica.load.step_cost_per_token_s or 0.0)
-            for replica, num_tokens in found
-            if self._num_sequences(replica) < min(limit, replica.load.max_num_seqs or 0)
-        }
-        best = max(saved, key=lambda replica_id: (saved[replica_id], -self._sent[replica_id]), default=None)
-        if best is None or saved[best] < WORTH_S:
-            return None
-        self._sent[best] += 1
-        return Choice(best, min(saved[best], MOST_WAIT_S))
-
-    def _num_sequences(self, replica: Replica) -> float:
-        return (replica.load.running or 0) + (replica.load.waiting or 0) + self._sent[replica.replica_id]
+        return [best_of(found.get(number, []), num_held) for number in range(len(prompts))]
 
 
-def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica]) -> list[Question]:
-    """Questions about a prompt: its last token is computed anyway. Replicas with equal fingerprints
-    have the same names for its blocks."""
+def best_of(found: list[tuple[Replica, int]], num_held: Counter[str]) -> Choice | None:
+    """The replica that saves most, of those with a free place and not much more to do than others.
+    found: all, with the tokens that each has of the prompt; num_held: the sequences of each, to
+    which this one is added."""
+    limit = SLACK + FACTOR * min((num_held[replica.replica_id] for replica, _ in found), default=0)
+    saved = {
+        replica.replica_id: num_tokens * (replica.load.step_cost_per_token_s or 0.0)
+        for replica, num_tokens in found
+        if num_held[replica.replica_id] < min(limit, replica.load.max_num_seqs or 0)
+    }
+    best = max(saved, key=lambda replica_id: (saved[replica_id], -num_held[replica_id]), default=None)
+    if best is None or saved[best] < WORTH_S:
+        return None
+    num_held[best] += 1
+    return Choice(best, min(saved[best], MOST_WAIT_S))
+
+
+def can_share(prompt: TokenizedRequest) -> bool:
+    """Whether it may begin with blocks that were computed before."""
+    return prompt.params.prompt_logprobs is None and (prompt.embedding is None or prompt.embedding.pooling == "last")
+
+
+def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[Question]:
+    """Questions about a prompt: its last token is computed anyway. named: hashes of blocks, which are
+    the same for replicas with equal fingerprints and for the choices of one prompt."""
     questions = []
-    named: dict[tuple[str, int], list[bytes]] = {}
-    token_ids = prompt.prompt_token_ids[:-1].tolist()
+    token_ids, salt = prompt.prompt_token_ids[:-1], prompt.scheduling.cache_salt
     for replica in replicas:
         size = replica.block_size
-        if (kind := (replica.kv_fingerprint, size)) not in named:
-            named[kind] = prefix_hashes(prefix_root(replica.kv_fingerprint, salt=prompt.scheduling.cache_salt), token_ids, size)
-        hashes = named[kind]
+        if (key := (replica.kv_fingerprint, size, salt, token_ids.tobytes())) not in named:
+            named[key] = prefix_hashes(prefix_root(replica.kv_fingerprint, salt=salt), token_ids.tolist(), size)
+        hashes = named[key]
         if not hashes:
             continue
         step = -(-len(hashes) // MAX_ASKED)
         asked = range(len(hashes) - 1, -1, -step)
-        questions.append(Question(number, replica, [hashes[each][:NAME_BYTES] for each in asked], [(each + 1) * size for each in asked]))
+        questions.append(Question(number, replica, [hashes[each][:HINT_BYTES] for each in asked], [(each + 1) * size for each in asked]))
     return questions

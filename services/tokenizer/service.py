@@ -41,7 +41,7 @@ class TokenizerService:
         self.prompts = prompts(encoder.model)
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
         self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0])
-        self.affinity = Affinity(stage, encoder.model) if settings.prefix_affinity else None
+        self.affinity = Affinity(stage, self.prompts, encoder.model) if settings.prefix_affinity else None
         self.num_requests = 0
         self._claimed_at = self._forgot_at = 0.0
 
@@ -110,7 +110,8 @@ class TokenizerService:
 
         def write(pipe: Pipeline) -> None:
             model = self.encoder.model
-            for request, result in zip(live, results, strict=True):
+            # those first that are given to a certain replica: they wait behind no others of this batch
+            for request, result in sorted(zip(live, results, strict=True), key=lambda each: each[0].request_id not in choices):
                 if isinstance(result, Invalid):
                     error = RequestError(str(result), result.status, result.param, result.code)
                     end_request(pipe, model, request.request_id, request.gateway_id, error=error)

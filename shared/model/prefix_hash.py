@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
+HINT_BYTES = 8  # of a hash, in the sets by which tokenizers choose a replica
+
 
 @lru_cache(maxsize=1024)
 def prefix_root(fingerprint: str, *, salt: str = "") -> bytes:

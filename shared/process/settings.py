@@ -189,7 +189,7 @@ class EngineSettings(StageSettings):
     )
     admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="confidence with which a predicted peak of the KV cache must fit")
     aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
-    block_size: int = Field(16, gt=0, multiple_of=16, description="tokens in a KV cache block, a multiple of 16")
+    block_size: int = Field(16, gt=0, le=1024, description="tokens in a KV cache block: a multiple of 16, or any number where attention runs in torch")
     prefix_caching: bool = Field(True, description="keep the KV of finished sequences for sequences with the same beginning")
     kv_cache_dtype: Literal["auto", "int8"] = Field("auto", description="type of keys and values; int8: in groups, nearly twice the tokens")
     kv_cache_group: Literal["8", "32", "64"] | None = Field(None, description="dimensions that share a scale with int8; by default 64 where heads allow")

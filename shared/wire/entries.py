@@ -199,9 +199,9 @@ class GroupReader:
             pipe.xdel(self.stream.key, *entry_ids)
 
     def leave(self, pipe: Pipeline) -> None:
-        """Remove this consumer's name from the group. Only with nothing pending: Redis forgets a
-        deleted consumer's entries."""
-        pipe.xgroup_delconsumer(self.stream.key, self.stream.group, self.consumer)
+        """Remove this consumer's name from the group, if nothing is pending with it: Redis forgets a
+        deleted consumer's entries. In one script, for an entry may be given to it meanwhile."""
+        pipe.eval(LEAVE, 1, self.stream.key, self.stream.group, self.consumer)
 
     def _open(
         self, entries: list[tuple[bytes, dict[bytes, bytes]]], num_deliveries: dict[bytes, int], *, was_claimed: bool, max_deliveries: int | None = None
@@ -232,6 +232,12 @@ for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
     redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
   end
 end
+"""
+
+
+# KEYS[1]: the stream; ARGV: group, consumer
+LEAVE = """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2]) end
 """
 
 

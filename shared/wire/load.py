@@ -55,7 +55,7 @@ class Load(OwnForm):
     prompt_tokens: float | None = None  # computed
     surplus_tokens: float | None = None  # computed for nothing
     claimed: float | None = None  # requests taken over
-    offered: float | None = None  # requests that came here since their prefix is here
+    offered: float | None = None  # requests that came here because their prefix is here
     stolen: float | None = None  # requests that waited too long for another, which has their prefix
     predicted_peaks: float | None = None  # of KV memory, followed to their end
     predicted_peaks_exceeded: float | None = None

@@ -72,7 +72,7 @@ def offered(compute_id: str) -> DirectStream:
 
 def prefixes_key(compute_id: str) -> str:
     """The set of the blocks in a compute's prefix cache: the first 8 bytes of their hashes; compute → tokenizer. Written only while there are other
-    replicas. Lives 10 s, renewed every second."""
+    replicas. Lives 10 s past the last write; while the loop turns, there is one each second."""
     return f"prefixes:{compute_id}"
 
 

@@ -92,7 +92,12 @@ class LibraryWriter(Writer):
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
     def rope_factors(self) -> None:
-        """No architecture here has any. What is written besides: a buffer that is a part of checkpoints."""
+        """No architecture here has any. Written besides: a buffer that is a part of checkpoints; what nobody reads of layers that share keys."""
+        if self.architecture == "gemma3n":
+            for number in range(self.config.num_hidden_layers - self.config.num_kv_shared_layers, self.config.num_hidden_layers):
+                for which in ("attn_k", "attn_v"):
+                    self.writer.add_tensor(f"blk.{number}.{which}.weight", torch.ones(self.config.head_dim, self.config.hidden_size).numpy())
+                self.writer.add_tensor(f"blk.{number}.attn_k_norm.weight", torch.ones(self.config.head_dim).numpy())
         for name, buffer in self.model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.3)

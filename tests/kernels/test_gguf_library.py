@@ -41,6 +41,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "glm4": transformers.Glm4Config(**WIDE, head_dim=16, attention_bias=True, rope_parameters={
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
     }),
+    "glm4-all": transformers.Glm4Config(**WIDE, head_dim=16, attention_bias=False, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+    }),
     "command-r": transformers.CohereConfig(**WIDE, logit_scale=0.5, use_qk_norm=True),
     "cohere2": transformers.Cohere2Config(**WIDE | {"num_hidden_layers": 5}, logit_scale=0.5, sliding_window=24),
     "starcoder2": transformers.Starcoder2Config(**WIDE, use_bias=True),

@@ -2,33 +2,31 @@
 
 import asyncio
 import signal
+import time
 from collections import Counter
 from typing import Any
 
+from shared.wire.registry import RENEW_EVERY_S
 from shared.wire.replica import Replica
 from shared.wire.streams import offers_key, prefixes_key, prompts
 from tests.deployment import Deployment
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"
-COMPUTES = ("compute-a", "compute-b")
 TEXT = " ".join(f"word {number % 37} of {number}." for number in range(40))
 NUM_TURNS = 4
 
 
 def start(deployment: Deployment) -> None:
     """Two replicas that know what a token costs them."""
-    deployment.start_all(computes=0)
-    for name in COMPUTES:
-        deployment.start("compute", name, dtype="float32")
-    deployment.wait_live(*COMPUTES)
-    wait_until(lambda: deployment.get("/ready").status_code == 200, description="it is ready")
+    deployment.start_all(computes=2, dtype="float32")
 
     def are_warm() -> bool:
         asyncio.run(warm(deployment))
         return all(each.load.step_cost_per_token_s for each in computes(deployment))
 
     wait_until(are_warm, description="both have measured their steps")
+    time.sleep(2 * RENEW_EVERY_S)  # and the tokenizer has seen it
 
 
 async def warm(deployment: Deployment) -> None:
@@ -59,7 +57,7 @@ def test_conversations_go_on_where_they_began(deployment: Deployment) -> None:
         assert shares[0] < 0.5 < 0.8 < min(shares[1:]), shares
     with deployment.redis() as peer:
         assert not peer.exists(offers_key(MODEL)), "all were taken up"
-        assert all(peer.scard(prefixes_key(name)) for name in COMPUTES), "both were given conversations"
+        assert all(peer.scard(prefixes_key(each.replica_id)) for each in computes(deployment)), "both were given conversations"
         assert not peer.xlen(prompts(MODEL).key)
 
 
@@ -70,8 +68,8 @@ def test_a_prompt_does_not_wait_for_a_replica_that_stands_still(deployment: Depl
     expected = [ask(deployment, text)[0] for text in texts]
     assert [ask(deployment, text)[0] for text in texts] == expected
     with deployment.redis() as peer:
-        held = Counter({name: peer.scard(prefixes_key(name)) for name in COMPUTES})
-    [(most, _)] = held.most_common(1)
+        held = Counter({each.replica_id: peer.scard(prefixes_key(each.replica_id)) for each in computes(deployment)})
+    [(most, _), (left, _)] = held.most_common()
     deployment.processes[most].send_signal(signal.SIGSTOP)
     try:
         answers = [ask(deployment, text)[0] for text in texts]
@@ -80,6 +78,5 @@ def test_a_prompt_does_not_wait_for_a_replica_that_stands_still(deployment: Depl
     assert answers == expected
     deployment.kill(most)
     assert [ask(deployment, text)[0] for text in texts] == expected
-    [left] = [name for name in COMPUTES if name != most]
     wait_until(lambda: [each.replica_id for each in computes(deployment)] == [left], description="the dead replica is gone")
     wait_until(lambda: any(each.load.stolen for each in computes(deployment)), description="it says that it has stolen")

@@ -1,6 +1,7 @@
 """Prompts that are offered to the replica that has their prefix: whatever comes between, each is with one replica, and none is lost."""
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from services.tokenizer.affinity import MAX_ASKED, Affinity
 from shared.model.prefix_hash import prefix_hashes, prefix_root
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import StageSettings
-from shared.wire.entries import GroupReader, append_to_group
+from shared.wire.entries import RELEASED_MS, GroupReader, append_to_group
 from shared.wire.load import Load
-from shared.wire.messages import Offer, SchedulingParams, TokenizedRequest, decode
-from shared.wire.offers import offer, steal, take_up
+from shared.wire.messages import EmbeddingParams, Offer, SchedulingParams, TokenizedRequest, decode
+from shared.wire.offers import TOLERANCE_MS, offer, steal, take_up
 from shared.wire.registry import Registry
 from shared.wire.replica import Replica
-from shared.wire.streams import MESSAGE, offered, offers_key, prefixes_key, prompts
+from shared.wire.streams import MESSAGE, offered, offers_key, prefixes_key, prompts, replica_key
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import MODEL, LocalStage, replica
 
@@ -44,6 +45,8 @@ class Place:
         self.stages = {name: LocalStage("compute", StageSettings(redis_url=url, replica_id=name)) for name in NAMES}
         self.readers = {name: GroupReader(stage.transport, STREAM, name) for name, stage in self.stages.items()}
         self.readers["compute-1"].ensure_group()
+        for name in NAMES:
+            self.client.set(replica_key("compute", name), b"here")
 
     def offer(self, name: str, compute_id: str, wait_ms: int = 60_000) -> None:
         with self.client.pipeline(transaction=True) as pipe:
@@ -58,7 +61,7 @@ class Place:
         return [each.message.request_id for each in take_up(self.readers[compute_id], MODEL, self.told(compute_id))[0]]
 
     def steal(self, compute_id: str, count: int = 8) -> list[str]:
-        return [each.message.request_id for each in steal(self.readers[compute_id], MODEL, count)[0]]
+        return [each.message.request_id for each in steal(self.readers[compute_id], MODEL, count).deliveries]
 
     def read(self, compute_id: str, count: int = 8) -> list[str]:
         return [each.message.request_id for each in self.readers[compute_id].read(count=count, block_ms=1)[0]]
@@ -94,9 +97,9 @@ def test_an_offered_prompt_is_with_its_replica_before_that_knows_it(place: Place
 def test_a_prompt_that_waits_too_long_is_stolen_once(place: Place) -> None:
     for number in range(3):
         place.offer(f"{number}.0", "compute-1", wait_ms=0)
-    deliveries, dead = steal(place.readers["compute-2"], MODEL, 2)
-    assert [each.message.request_id for each in deliveries] == ["0.0", "1.0"] and not dead
-    assert not any(each.was_claimed or each.was_released for each in deliveries), "nobody has begun it"
+    loot = steal(place.readers["compute-2"], MODEL, 2)
+    assert [each.message.request_id for each in loot.deliveries] == ["0.0", "1.0"] and not loot.dead and loot.num_stolen == 2
+    assert not any(each.was_claimed or each.was_released for each in loot.deliveries), "nobody has begun it"
     assert place.steal("compute-3") == ["2.0"] and place.steal("compute-2") == []
     assert place.take_up("compute-1") == []
     [pending, *_] = place.client.xpending_range(STREAM.key, STREAM.group, "-", "+", 9)
@@ -110,6 +113,70 @@ def test_behind_others_that_wait_a_prompt_waits_for_whoever_comes(place: Place) 
     assert place.read("compute-2") == ["first.0", "second.0"]
     place.offer("third.0", "compute-1")
     assert place.take_up("compute-1") == ["third.0"]
+
+
+def test_what_a_batch_has_no_choice_for_comes_after_what_it_has(place: Place) -> None:
+    with place.client.pipeline(transaction=True) as pipe:
+        for number in range(3):
+            offer(pipe, STREAM, prompt(f"{number}.0"), "compute-1", 60_000)
+        append_to_group(pipe, STREAM, prompt("any.0"))
+        pipe.execute()
+    assert place.take_up("compute-1") == ["0.0", "1.0", "2.0"] and place.read("compute-2") == ["any.0"]
+
+
+def test_a_replica_that_has_left_is_given_nothing(place: Place) -> None:
+    place.client.delete(replica_key("compute", "compute-1"))
+    place.offer("a.0", "compute-1")
+    assert place.read("compute-2") == ["a.0"] and not place.client.exists(offers_key(MODEL))
+
+
+def test_a_replica_that_leaves_just_then_takes_nothing_with_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has seen that nothing is pending with it, and one more is given to it before its name goes."""
+    leaving = place.readers["compute-1"]
+    leave = leaving.leave
+
+    def leave_late(pipe: Any) -> None:
+        if not place.told("compute-1"):
+            place.offer("a.0", "compute-1", wait_ms=0)
+        leave(pipe)
+
+    monkeypatch.setattr(leaving, "leave", leave_late)
+    leaving.release_all()
+    assert place.steal("compute-2") == ["a.0"]
+    monkeypatch.undo()
+    leaving.release_all()
+    assert [each["name"] for each in place.client.xinfo_consumers(STREAM.key, STREAM.group)] == [b"compute-2"]
+
+
+def test_what_runs_is_not_stolen_though_its_offer_was_never_taken_up(place: Place) -> None:
+    """A replica left, came back under its name, and claimed what it had released."""
+    place.offer("a.0", "compute-1", wait_ms=0)
+    reader = place.readers["compute-1"]
+    place.stages["compute-1"].transport.run(lambda pipe: reader.release(pipe, [place.entry_of("a.0")]))
+    time.sleep(2 * TOLERANCE_MS / 1000)
+    assert [each.message.request_id for each in reader.claim(idle_ms=1000, count=1)[0]] == ["a.0"]
+    assert place.steal("compute-2") == [] and place.take_up("compute-1") == []
+
+
+def test_a_full_redis_refuses_all_or_nothing(place: Place) -> None:
+    """The entry that stands for the request is acknowledged only with the prompt."""
+    place.client.xadd("requests", {"m": b"1"}, id="1-0")
+    place.client.config_set("maxmemory", 1)
+    try:
+        with place.client.pipeline(transaction=True) as pipe:
+            offer(pipe, STREAM, prompt("a.0"), "compute-1", 60_000)
+            pipe.xdel("requests", "1-0")
+            with pytest.raises(redis.RedisError):
+                pipe.execute()
+    finally:
+        place.client.config_set("maxmemory", 0)
+    assert place.client.xlen("requests") == 1 and not place.client.xlen(STREAM.key)
+
+
+def test_a_replica_that_comes_late_to_its_own_offer_steals_from_nobody(place: Place) -> None:
+    place.offer("a.0", "compute-1", wait_ms=0)
+    loot = steal(place.readers["compute-1"], MODEL, 2)
+    assert len(loot.deliveries) == 1 and loot.num_stolen == 0
 
 
 def test_without_a_group_yet_it_waits_like_any(place: Place) -> None:
@@ -136,7 +203,7 @@ def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Pl
     rng, running, seen, number = random.Random(seed), dict[str, str](), set[str](), 0
     for _ in range(120):
         name = rng.choice(NAMES)
-        match rng.choice(("offer", "offer", "append", "take", "steal", "read", "end")):
+        match rng.choice(("offer", "offer", "append", "take", "steal", "read", "end", "leave")):
             case "offer":
                 place.offer(f"{number}.0", name, wait_ms=rng.choice((0, 0, 60_000)))
                 number += 1
@@ -146,6 +213,9 @@ def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Pl
             case "end" if running:
                 ended = rng.choice(sorted(running))
                 place.readers[running.pop(ended)].finish(place.client, [place.entry_of(ended)])
+            case "leave":
+                place.readers[name].release_all()
+                running = {each: who for each, who in running.items() if who != name}  # whoever claims them
             case ("take" | "steal" | "read") as what:
                 found = {"take": place.take_up, "steal": place.steal, "read": place.read}[what](name)
                 assert not seen & set(found), "it was taken before"
@@ -155,12 +225,12 @@ def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Pl
         assert all(pending[place.entry_of(each)] == who for each, who in running.items())
     for name in NAMES:
         seen |= set(place.take_up(name) + place.steal(name, 999) + place.read(name, 999))
+    seen |= {each.message.request_id for each in place.readers["compute-1"].claim(idle_ms=RELEASED_MS, count=999)[0]}
     assert seen == {f"{each}.0" for each in range(number)}
 
 
-def compute(name: str, *, running: int = 0, **more: object) -> Replica:
-    load = Load(running=running, waiting=0, max_num_seqs=16, step_cost_per_token_s=0.001)
-    return replace(replica("compute", name), load=load, kv_fingerprint="kv", block_size=4, **more)
+def compute(name: str) -> Replica:
+    return replace(replica("compute", name), load=Load(max_num_seqs=16, step_cost_per_token_s=0.001), kv_fingerprint="kv", block_size=4)
 
 
 def tell(place: Place, compute_id: str, token_ids: list[int], salt: str = "") -> None:
@@ -170,7 +240,7 @@ def tell(place: Place, compute_id: str, token_ids: list[int], salt: str = "") ->
 def choose(place: Place, *asked: TokenizedRequest, replicas: list[Replica]) -> list[tuple[str, float] | None]:
     stage = place.stages["compute-1"]
     stage.live = Registry(tuple(replicas))
-    return [each and (each.compute_id, round(each.wait_s, 6)) for each in Affinity(stage, MODEL).choose(asked)]
+    return [each and (each.compute_id, round(each.wait_s, 6)) for each in Affinity(stage, STREAM, MODEL).choose(asked)]
 
 
 def test_a_prompt_goes_where_most_of_it_is(place: Place) -> None:
@@ -184,6 +254,9 @@ def test_a_prompt_goes_where_most_of_it_is(place: Place) -> None:
     tell(place, "compute-1", tokens, "mine")
     assert choose(place, prompt("a.0", tokens, salt="mine"), prompt("b.0", [1, 2]), replicas=both) == [("compute-1", 0.036), None]
     assert choose(place, prompt("a.0", tokens), replicas=both[:1]) == [None], "there is nothing to choose"
+    scored = replace(prompt("a.0", tokens), params=SamplingParams(max_tokens=4, prompt_logprobs=1))
+    pooled = replace(prompt("a.0", tokens), embedding=EmbeddingParams("mean"))
+    assert choose(place, scored, pooled, replicas=both) == [None, None], "all of them is computed"
     assert choose(place, prompt("a.0", tokens), replicas=[both[0], replace(both[1], kv_fingerprint="other")]) == [("compute-1", 0.008)]
     assert choose(place, prompt("a.0", tokens), replicas=[both[0], replace(both[1], block_size=0), compute("compute-3")]) == [("compute-1", 0.008)]
 
@@ -192,8 +265,15 @@ def test_a_replica_with_much_more_to_do_gets_nothing(place: Place) -> None:
     tokens = list(range(100, 140))
     tell(place, "compute-1", tokens)
     for running, others, is_chosen in ((3, 0, True), (4, 0, False), (9, 4, True), (10, 4, False), (15, 15, True), (16, 16, False)):
-        found = choose(place, prompt("a.0", tokens), replicas=[compute("compute-1", running=running), compute("compute-2", running=others)])
+        for name, count in (("compute-1", running), ("compute-2", others)):
+            while len(held := place.client.xpending_range(STREAM.key, STREAM.group, "-", "+", 99, consumername=name)) < count:
+                append_to_group(place.client, STREAM, prompt("other.0"))
+                place.read(name, 1)
+            place.readers[name].finish(place.client, [each["message_id"] for each in held[count:]])
+        found = choose(place, prompt("a.0", tokens), replicas=[compute("compute-1"), compute("compute-2")])
         assert found == [("compute-1", 0.036) if is_chosen else None]
+    place.client.delete(STREAM.key)
+    place.readers["compute-1"].ensure_group()
     many = [prompt(f"{number}.0", tokens) for number in range(12)]
     found = choose(place, *many, replicas=[compute("compute-1"), compute("compute-2")])
     assert found[:4] == [("compute-1", 0.036)] * 4 and found[4:] == [None] * 8, "what was just sent counts"
@@ -226,5 +306,6 @@ def test_replicas_tell_what_is_in_their_prefix_caches(place: Place) -> None:
     blocks.changes = {names[0]: False, names[5]: True}
     assert tell_them() == {names[1][:8], names[5][:8]}
     blocks.cached_blocks = dict.fromkeys((number.to_bytes(16, "little") for number in range(2 * AT_ONCE + 1)), 0)
-    told.start_over()
-    assert len(tell_them()) == 2 * AT_ONCE + 1, "and all of it, when nobody knows what arrived"
+    place.client.delete(prefixes_key("compute-1"))
+    told._told_at -= 6
+    assert len(tell_them()) == 2 * AT_ONCE + 1, "and all of it, when the set may have expired"

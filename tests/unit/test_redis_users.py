@@ -4,11 +4,29 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis
 
-from shared.wire.messages import RequestError
-from shared.wire.streams import RUNNING_LOG_TTL_S, held_key, inflight_key, log_key, open_key, reader_key, stored_key
+from shared.model.sampling_params import SamplingParams
+from shared.wire.entries import LEAVE
+from shared.wire.messages import Offer, RequestError, TokenizedRequest, decode
+from shared.wire.offers import STEAL, TAKE_UP, offer
+from shared.wire.streams import (
+    MESSAGE,
+    RUNNING_LOG_TTL_S,
+    held_key,
+    inflight_key,
+    log_key,
+    offered,
+    offers_key,
+    open_key,
+    prefixes_key,
+    prompts,
+    reader_key,
+    replica_key,
+    stored_key,
+)
 from shared.wire.token_log import end_request
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,3 +63,28 @@ def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis
         assert server.xlen(log_key(request_id)) == 1 and not server.hexists(inflight_key("m"), request_id)
         assert not server.exists(open_key(f"resp_{user}"), stored_key(f"resp_{user}"), held_key("t"))
     assert server.xlen("events:gateway-1") == len(STAGES), "who reads a request hears of its end"
+
+
+def test_tokenizers_offer_prompts_and_computes_take_them(server: "redis.Redis", redis_url: str) -> None:
+    stream, message = prompts("m"), TokenizedRequest("r.0", None, "m", SamplingParams(max_tokens=1), np.array([5], np.int32), ())
+    clients = {user: redis.Redis.from_url(redis_url, username=user, password=f"{user.upper()}_PASSWORD") for user in ("tokenizer", "compute")}
+    try:
+        clients["compute"].xgroup_create(stream.key, stream.group, id="0", mkstream=True)
+        clients["compute"].set(replica_key("compute", "c"), "here")
+        clients["compute"].sadd(prefixes_key("c"), b"12345678")
+        assert clients["tokenizer"].execute_command("SMISMEMBER", prefixes_key("c"), b"12345678") == [1]
+        assert clients["tokenizer"].xpending(stream.key, stream.group)["pending"] == 0
+        for _ in range(2):
+            with clients["tokenizer"].pipeline(transaction=True) as pipe:
+                offer(pipe, stream, message, "c", 0)
+                pipe.execute()
+        told = clients["compute"].xrange(offered("c").key)
+        assert len(told) == 2
+        entry = decode(Offer, told[0][1][MESSAGE]).entry_id
+        assert len(clients["compute"].eval(TAKE_UP, 2, stream.key, offers_key("m"), stream.group, "c", entry)) == 1
+        assert clients["compute"].eval(STEAL, 2, stream.key, offers_key("m"), stream.group, "d", 9)[1] == 1
+        clients["compute"].eval(LEAVE, 1, stream.key, stream.group, "c")
+        clients["compute"].unlink(prefixes_key("c"), offered("c").key)
+    finally:
+        for client in clients.values():
+            client.close()

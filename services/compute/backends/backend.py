@@ -259,6 +259,11 @@ class Backend(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def block_multiple(self) -> int:
+        """The tokens of a block of the KV cache are a multiple of this."""
+        ...
+
+    @property
     def arithmetic(self) -> str:
         """The hardware and the libraries that a result's bits depend on. Equal on two machines:
         equal bits."""

@@ -79,7 +79,7 @@ class Exchange:
         # of the next message: beyond any of an earlier life of this replica
         self._step = time.time_ns() // 1000
         self._looked_at = self._warned_at = 0.0
-        self.num_taken_up = 0  # prompts that came since their prefix is here
+        self.num_taken_up = 0  # prompts that came because their prefix is here
 
     def start(self) -> None:
         self.prompts.ensure_group()
@@ -130,8 +130,9 @@ class Exchange:
             self.inbox.ask(num_prompts)
         except (RedisError, OSError) as error:
             self._recover(error)
-        if offers:
-            taken, dead = take_up(self.prompts, self.model, [each.entry_id for each in offers])
+        if (num_left := num_prompts - len(received.prompts)) > 0 and offers:
+            # who finds no room is stolen, be it by this replica
+            taken, dead = take_up(self.prompts, self.model, [each.entry_id for each in offers[:num_left]])
             received.prompts += taken
             self.num_taken_up += len(taken)
             received.dead += dead
@@ -158,8 +159,9 @@ class Exchange:
         follow_clock(self.stage.transport, [self.decisions, self.control, self.offered])
 
     def tell_prefixes(self) -> None:
-        """Now and then: which blocks are in the prefix cache."""
-        self.stage.transport.run(self.prefixes.queue)
+        """Now and then: which blocks are in the prefix cache, though nothing else is written."""
+        if self.prefixes.has_readers:
+            self._flush()
 
     def forget(self, active: ActiveRequest, *, tell_sampler: bool) -> None:
         """The request has ended: its entry is acknowledged with the next write, its sampler told

@@ -129,19 +129,15 @@ def fill(model: Any, source: GgufSource) -> None:
         parent, _, last = name.rpartition(".")
         module = model.get_submodule(parent)
         if parent.endswith(EXPANSION):
-            values = read_expansion(parent, model.get_submodule(parent.rpartition(".")[0]), source)
+            of_attention = parent.removesuffix(EXPANSION)
+            attention = model.get_submodule(of_attention)
+            sizes = (attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim, attention.kv_lora_rank)
+            values = source.key_value_expansion(f"{of_attention}.", *sizes)
         elif isinstance(tensor, nn.Parameter) or source.has(name):
             values = source.dense(name, tuple(tensor.shape), dtype)
         else:
             values = torch.zeros(tensor.shape, dtype=dtype)
         setattr(module, last, nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values)
-
-
-def read_expansion(name: str, attention: Any, source: GgufSource) -> Tensor:
-    """The weight of the layer of that name, in a module of DeepSeek's attention."""
-    return source.key_value_expansion(
-        name.removesuffix(EXPANSION.removeprefix(".")), attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim, attention.kv_lora_rank
-    )
 
 
 @contextmanager

@@ -47,6 +47,7 @@ IN_LAYER = {
 }  # fmt: skip
 # which follow from the metadata
 UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")
+OF_KEYS_AND_VALUES = re.compile(r"blk\.(\d+)\.(?:attn_k|attn_v|attn_k_norm)\.weight")
 IN_POST_NORM_LAYER = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
@@ -103,7 +104,7 @@ class GgufSource:
     def report(self) -> None:
         """Log in one line which types the file has, and how each is kept. Raises StartupError for
         layers' tensors that nobody has read."""
-        left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and UNNEEDED.fullmatch(name) is None]
+        left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and not self._is_unneeded(name)]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise StartupError(f"{self.folder}: {left[0]}{others} are of no layer that is known here: without them the model would answer wrongly")
@@ -113,6 +114,13 @@ class GgufSource:
         kept = [f"{grouped} as they are"] if grouped else []
         kept += [f"{dense} in {str(self.dtype).removeprefix('torch.')}"] if dense else []
         log.info("GGUF weights", file=self.folder.name, tensors="; ".join(kept))
+
+    def _is_unneeded(self, name: str) -> bool:
+        """Also what layers have that take keys and values from others, as all of Gemma 3n's files
+        have it."""
+        shared = int(self.head.metadata.get(f"{self.architecture}.attention.shared_kv_layers", 0)) if self.architecture == "gemma3n" else 0
+        found = OF_KEYS_AND_VALUES.fullmatch(name)
+        return UNNEEDED.fullmatch(name) is not None or (found is not None and int(found[1]) >= self.head.number(f"{self.architecture}.block_count") - shared)
 
     def _is_kept(self, kind: GGMLQuantizationType) -> bool:
         """Whether a matrix of that type keeps its form. In float32, for which no kernel reads any,

@@ -19,6 +19,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.temperature_scale": (0,), "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "router_logit_softcapping": (0,),
     "embedding_scale": (0, 1), "residual_scale": (0, 1), "logit_scale": (0, 1), "expert_count": (0,), "expert_gating_func": (0, 1),
     "expert_group_count": (0, 1), "expert_weights_scale": (0, 1), "expert_shared_count": (0,), "nextn_predict_layers": (0,),
+    "rope.dimension_sections": ([], [0, 0, 0, 0]),
 }  # fmt: skip
 # Of architectures that people ask for, what no executor here does
 LACKS = {
@@ -206,9 +207,9 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", _qwen),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, ("expert_count",)),
     # without images, whose positions have three parts, these are the text models
-    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", _qwen),
-    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3", _qwen),
-    "qwen3vlmoe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, ("expert_count",)),
+    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", _qwen, ("rope.dimension_sections",)),
+    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3", _qwen, ("rope.dimension_sections",)),
+    "qwen3vlmoe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, ("expert_count", "rope.dimension_sections")),
     "seed_oss": Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", "smollm3", _smollm3),
 }

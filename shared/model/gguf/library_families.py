@@ -9,16 +9,19 @@ from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import make_rope
 from shared.process.errors import StartupError
 
-SIGMOID = 2  # of expert_gating_func
+SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
+STARCODER_WINDOW = 4096  # of all published models
 
 
 def _deepseek2(head: GgufHead, prefix: str) -> dict[str, Any]:
     """DeepSeek V2; V3 where experts are chosen by sigmoid. Old files have a head's whole sizes where
     newer ones have those of the compressed keys, and `_mla` behind the name of the whole ones."""
     experts, num_rotated = read_experts(head, prefix), head.number(prefix + "rope.dimension_count")
+    has_sigmoid = _has_sigmoid(head, prefix)
+    is_normalized = bool(head.metadata.get(prefix + "expert_weights_norm", False))
+    is_v3 = has_sigmoid and experts["num_experts"] == 256  # of which old files don't say that they have groups
     key_size = head.number(prefix + "attention.key_length_mla", head.number(prefix + "attention.key_length"))
-    num_groups = head.number(prefix + "expert_group_count", 1)
-    has_sigmoid = head.metadata.get(prefix + "expert_gating_func") == SIGMOID or any(name.endswith("exp_probs_b.bias") for name in head.tensors)
+    num_groups = head.number(prefix + "expert_group_count", 8 if is_v3 else 1)
     if key_size <= num_rotated:
         raise StartupError(f"{head.path}: heads of {key_size} dimensions, of which {num_rotated} are rotated, leave none for the rest")
     config = {
@@ -37,13 +40,24 @@ def _deepseek2(head: GgufHead, prefix: str) -> dict[str, Any]:
         "n_shared_experts": head.number(prefix + "expert_shared_count"),
         "first_k_dense_replace": len(experts["mlp_only_layers"]),
         "routed_scaling_factor": head.real(prefix + "expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(head.metadata.get(prefix + "expert_weights_norm", False)),
+        "norm_topk_prob": is_normalized,
         "n_group": num_groups,
-        "topk_group": head.number(prefix + "expert_group_used_count", 1),
+        "topk_group": head.number(prefix + "expert_group_used_count", 4 if is_v3 else 1),
     }
     if has_sigmoid:
         return config | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
+    if is_normalized:
+        raise StartupError(f"{head.path}: {prefix}expert_weights_norm, with experts chosen by softmax, is not supported")
     return config | {"topk_method": "group_limited_greedy" if num_groups > 1 else "greedy"}
+
+
+def _has_sigmoid(head: GgufHead, prefix: str) -> bool:
+    """Whether experts are chosen by sigmoid; old files say it by the biases of the choice only."""
+    has_biases = any(name.endswith("exp_probs_b.bias") for name in head.tensors)
+    gating = head.metadata.get(prefix + "expert_gating_func") or (SIGMOID if has_biases else SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID) or (gating == SOFTMAX and has_biases):
+        raise StartupError(f"{head.path}: {prefix}expert_gating_func is {str(gating)[:40]}; no model with it is read")
+    return bool(gating == SIGMOID)
 
 
 def _deepseek_rope(head: GgufHead, prefix: str, num_rotated: int) -> dict[str, Any]:
@@ -81,8 +95,14 @@ def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
-def _glm4(_head: GgufHead, _prefix: str) -> dict[str, Any]:
-    return {"hidden_act": "silu"}
+def _glm4(head: GgufHead, prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu", "rope_parameters": _rope_in_part(head, prefix)}
+
+
+def _rope_in_part(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """The rotary parameters of families of which the library takes half, or a quarter, if nobody says
+    how many dimensions are rotated."""
+    return {"partial_rotary_factor": 1.0} | make_rope(head, prefix, head_dim_of(head, prefix))
 
 
 def _cohere(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -100,8 +120,13 @@ def _cohere2(head: GgufHead, prefix: str) -> dict[str, Any]:
 
 
 def _starcoder2(head: GgufHead, prefix: str) -> dict[str, Any]:
-    """A window is not in the file."""
-    return {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": head.real(prefix + "attention.layer_norm_epsilon"), "use_bias": True}
+    """The window is not in the file."""
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": head.real(prefix + "attention.layer_norm_epsilon"),
+        "use_bias": True,
+        "sliding_window": STARCODER_WINDOW if head.number(prefix + "context_length") > STARCODER_WINDOW else None,
+    }
 
 
 def _stablelm(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -111,6 +136,7 @@ def _stablelm(head: GgufHead, prefix: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "layer_norm_eps": head.real(prefix + "attention.layer_norm_epsilon"),
         "use_qkv_bias": "blk.0.attn_q.bias" in head.tensors,
+        "rope_parameters": _rope_in_part(head, prefix),
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in head.tensors,
     }
 

@@ -24,6 +24,8 @@ class CpuBackend:
     """The backend for CPUs. One thread at a time may run its parts: they share a context's
     workspaces."""
 
+    block_multiple = 16  # rows that lie together
+
     def __init__(self, context: Context, activations: str = "int8") -> None:
         """activations: of quantized weights, int8 or bfloat16."""
         self.context = context

@@ -30,6 +30,8 @@ LISTED = 64  # candidates of a row that most steps ask for
 
 
 class CudaBackend:
+    block_multiple = 16  # rows that lie together
+
     def __init__(self, dtype: torch.dtype, device: torch.device, *, allow_batch_variance: bool = False) -> None:
         self.dtype = dtype
         self.device = device

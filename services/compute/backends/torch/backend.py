@@ -18,6 +18,8 @@ from shared.process.errors import StartupError
 
 
 class TorchBackend:
+    block_multiple = 1
+
     def __init__(self, dtype: torch.dtype, device: torch.device, activations: str = "int8") -> None:
         """activations: of weights that `quantization` asks for, int8 or bfloat16; of others dtype."""
         self.dtype = dtype
