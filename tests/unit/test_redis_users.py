@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis
 
 def test_tokenizers_offer_prompts_and_computes_take_them(server: "redis.Redis", redis_url: str) -> None:
     stream, message = prompts("m"), TokenizedRequest("r.0", None, "m", SamplingParams(max_tokens=1), np.array([5], np.int32), ())
-    clients = {user: redis.Redis.from_url(redis_url, username=user, password=f"{user.upper()}_PASSWORD") for user in ("tokenizer", "compute")}
+    clients: dict[str, Any] = {user: redis.Redis.from_url(redis_url, username=user, password=f"{user.upper()}_PASSWORD") for user in ("tokenizer", "compute")}
     try:
         clients["compute"].xgroup_create(stream.key, stream.group, id="0", mkstream=True)
         clients["compute"].set(replica_key("compute", "c"), "here")
