@@ -86,6 +86,9 @@ class StageHelp(argparse.Action):
         namespace.stage_help = ["--help"]
 
 
+OURS = ("services", "shared")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
@@ -207,6 +210,11 @@ def main(argv: list[str] | None = None) -> int:
         return run(args, rest)
     except StartupError as error:
         print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in OURS:
+            raise  # a mistake of ours
+        print(f"penstock: the package {error.name!r} is not installed: pip install 'penstock[all]' has all that this needs", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

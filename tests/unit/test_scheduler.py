@@ -253,6 +253,19 @@ def test_who_runs_apart_has_every_other_step() -> None:
     assert handles_of(one_step(scheduler)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("apart", [frozenset[int](), frozenset([1])])
+def test_who_waits_alone_is_restored_whether_apart_or_not(apart: frozenset[int]) -> None:
+    """A suspect that a dead replica left, and nobody else."""
+    scheduler = make_scheduler()
+    scheduler.awaits_restoring, scheduler.apart = True, apart
+    sequence = make_sequence(1, [5, 6], 3)
+    scheduler.add(sequence)
+    assert scheduler.schedule() is None
+    assert sequence in scheduler.next_to_begin()
+    sequence.is_restored = True
+    assert handles_of(one_step(scheduler)) == [1]
+
+
 def test_who_runs_apart_preempts_nobody() -> None:
     """The others have taken all places, or all memory."""
     for scheduler in (make_scheduler("paged", max_num_seqs=2), make_scheduler("paged", num_blocks=4)):

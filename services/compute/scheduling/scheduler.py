@@ -101,9 +101,9 @@ class Scheduler:
         self.shares.arrived(sequence.tenant_id, sequence.arrived_at)
 
     def next_to_begin(self) -> list[Sequence]:
-        """Sequences that may begin now: the head of the queue, and by rank as many as there are places."""
-        head = self._next_waiting()
-        return [] if head is None else [head, *heapq.nsmallest(self.max_num_seqs - len(self.running), self.waiting, key=_rank)]
+        """Sequences that may begin now: the heads of the queue, and by rank as many as there are places."""
+        heads = [head for is_apart in (False, True) if (head := self._head(is_apart=is_apart)) is not None]
+        return [*heads, *heapq.nsmallest(self.max_num_seqs - len(self.running), self.waiting, key=_rank)] if heads else []
 
     def get(self, handle: int) -> Sequence:
         """A sequence that runs."""
@@ -264,7 +264,7 @@ class Scheduler:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place,
         and memory as the strategy counts it."""
         self._is_observed = False
-        while budget > 0 and (sequence := self._next_waiting()) is not None:
+        while budget > 0 and (sequence := self._head(is_apart=self._is_apart)) is not None:
             verdict = self._verdict(sequence, budget)
             if isinstance(verdict, MakeRoom):
                 self._preempt(verdict.victim, step)
@@ -302,9 +302,9 @@ class Scheduler:
             return Begin(matched, twin)
         return Wait(0)
 
-    def _next_waiting(self) -> Sequence | None:
-        """The head of the queue."""
-        if self._is_apart:
+    def _head(self, *, is_apart: bool) -> Sequence | None:
+        """The head of the queue, of those that run apart or of the others."""
+        if is_apart:
             return self.waiting.head_of(self.apart)
         return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.apart)
 
