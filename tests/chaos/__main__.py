@@ -135,6 +135,8 @@ def main() -> int:
     if any(fault.needs == "clocks" for fault in faults) and find_library() is None:
         print("left out: faults of clocks, which need libfaketime (in Debian: apt install faketime)", flush=True)
         faults = [fault for fault in faults if fault.needs != "clocks"]
+    if "kv_disk" not in options.compute:
+        faults = [fault for fault in faults if fault.needs != "kv-disk"]
     print(f"seed {options.seed}: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ LIVE_TIMEOUT_S = 20.0
 OUTAGES_S = (60, 90, 300)
 
 Draw = Literal["always", "more", "long", "named"]  # drawn always, with --more too, with --long alone; any of them by its name in --only
-Need = Literal["proxies", "clocks", "keys"]  # what the run must have been started with
+Need = Literal["proxies", "clocks", "keys", "kv-disk"]  # what the run must have been started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,8 @@ def more() -> list[Fault]:
               family="burst", draw="more"),
         Fault("refused-bodies", 2, client_faults.refused_bodies, "bodies of 7.8 MB that are refused, and what stays of them in Redis", draw="more"),
         Fault("change-keys", 2, more_faults.change_keys, "a tenant's key is rotated and revoked", draw="more", needs="keys"),
+        Fault("flip-kv-disk", 4, more_faults.flip_kv_disk, "bytes of --kv-disk's file change, and a compute dies", draw="more", needs="kv-disk"),
+        Fault("cut-kv-disk", 2, more_faults.cut_kv_disk, "--kv-disk's file is cut off, or gone, and a compute dies", draw="more", needs="kv-disk"),
         Fault("clocks-back", 2, more_faults.jump(-1), "clocks 90 s to 24 h back for 2 to 8 s: all, Redis', or one process's",
               may_lose=True, draw="named", needs="clocks"),
         Fault("clocks-forth", 2, more_faults.jump(1), "the same, ahead: Redis forgets what expires", may_lose=True, draw="named", needs="clocks"),

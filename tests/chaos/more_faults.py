@@ -1,9 +1,11 @@
-"""Faults of clocks, of a KV cache that is too small, and of keys that change."""
+"""Faults of clocks, of a KV cache that is too small, of its file on disk, and of keys that change."""
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from services.requests.tenants.api_keys import add_key, revoke_key, rotate_key
 from tests.chaos.arena import Arena
@@ -52,6 +54,36 @@ async def starve_compute(arena: Arena, rng: random.Random) -> None:
             arena.cluster.kill(slot)
         if overrides:
             await asyncio.sleep(rng.uniform(5, 12))
+
+
+async def flip_kv_disk(arena: Arena, rng: random.Random) -> None:
+    """Bytes of the file of --kv-disk change under those who use it, its own notes among them; and some
+    compute opens it anew.
+    """
+    for path in kv_files(arena):
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            for _ in range(rng.choice((20, 2000, 20_000)) if size else 0):
+                file.seek(int(size * rng.random() ** 4))  # more of them in front, where the notes are
+                file.write(rng.randbytes(1))
+        await asyncio.sleep(rng.uniform(0, 2))
+    arena.cluster.kill(rng.choice(arena.cluster.of("compute")))
+
+
+async def cut_kv_disk(arena: Arena, rng: random.Random) -> None:
+    """The file of --kv-disk is cut off somewhere, or gone; and some compute opens it anew."""
+    for path in kv_files(arena):
+        if rng.random() < 0.3:
+            path.unlink(missing_ok=True)
+        else:
+            os.truncate(path, int(path.stat().st_size * rng.random()))
+        await asyncio.sleep(rng.uniform(0, 2))
+    arena.cluster.kill(rng.choice(arena.cluster.of("compute")))
+
+
+def kv_files(arena: Arena) -> list[Path]:
+    folder, _, _ = arena.cluster.options.compute["kv_disk"].rpartition(",")
+    return sorted(Path(folder).iterdir())
 
 
 async def change_keys(arena: Arena, rng: random.Random) -> None:
