@@ -137,6 +137,9 @@ def main() -> int:
         faults = [fault for fault in faults if fault.needs != "clocks"]
     if "kv_disk" not in options.compute:
         faults = [fault for fault in faults if fault.needs != "kv-disk"]
+    if not faults and not options.soak:
+        print("python -m tests.chaos: no fault is left", file=sys.stderr)
+        return 2
     print(f"seed {options.seed}: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS
 from tests.unit.sequences import make_sequence
+from tests.waiting import wait_until
 
 BLOCK = 96  # bytes
 SIZE = PAGE + 4 * WAYS * (BLOCK + ENTRY.size)  # four sets
@@ -170,7 +171,8 @@ def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path
     assert tier.num_blocks_written == 11 and not tier.num_blocks_dropped
     again = make_tier(tmp_path, group)
     same, other, salted = make_sequence(1, tokens, 1), make_sequence(2, [*tokens[:40], *range(30)], 1), make_sequence(3, tokens, 1, cache_salt="s")
-    assert again.restore([same, other, salted], None) and all(each.is_restored for each in (same, other, salted))
+    wait_until(lambda: again.restore([same, other, salted], None), description="all is read, in steps of 20 ms")
+    assert all(each.is_restored for each in (same, other, salted))
     found = again.blocks.match(same)
     assert len(found) == 11 and len(again.blocks.match(other)) == 2 and again.blocks.match(salted) == []
     for layer, blocks in zip(again.kv_cache.layers, kept, strict=True):
@@ -188,7 +190,7 @@ def test_a_sequence_never_reads_more_than_there_is_room_for(tmp_path: Path) -> N
     tier.close()
     small = make_tier(tmp_path, num_blocks=12)
     sequence = make_sequence(1, [*tokens, 7], 1)
-    assert small.restore([sequence], None)
+    wait_until(lambda: small.restore([sequence], None), description="all is read, in steps of 20 ms")
     assert len(small.blocks.match(sequence)) == 12 and small.blocks.missing(sequence) == []
 
 

@@ -253,6 +253,23 @@ def test_who_runs_apart_has_every_other_step() -> None:
     assert handles_of(one_step(scheduler)) == [0, 1, 2, 3]
 
 
+def test_the_next_turn_goes_on_in_the_block_where_the_last_one_ended() -> None:
+    """Blocks have four tokens: nine of the ten were computed, the last of them in a block of its own."""
+    blocks = BlockManager(24, 4)
+    scheduler = make_scheduler(blocks=blocks)
+    scheduler.add(make_sequence(1, [1, 2, 3, 4, 5, 6], 4))
+    run(scheduler)
+    after = make_sequence(2, [1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 8, 9], 2)
+    matched = blocks.match(after)
+    assert len(matched) == 2
+    end = blocks.match_end(after, matched)
+    assert end is not None and end[1] == 1 and end[0] not in matched
+    scheduler.add(after)
+    assert [row.num_computed_tokens for row in one_step(scheduler).rows] == [9]
+    other = make_sequence(3, [1, 2, 3, 4, 5, 6, 7, 7, 5, 7], 2)
+    assert blocks.match_end(other, blocks.match(other)) is None, "another token stands there"
+
+
 @pytest.mark.parametrize("apart", [frozenset[int](), frozenset([1])])
 def test_who_waits_alone_is_restored_whether_apart_or_not(apart: frozenset[int]) -> None:
     """A suspect that a dead replica left, and nobody else."""

@@ -284,14 +284,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for parent, children in self.blocks.children.items():
             assert children and all(self.blocks.origins[each][0] == parent for each in children)
             for each in children:
-                assert self.blocks.origins[each][1] == [self.content[each * BLOCK_SIZE + at][-1] for at in range(BLOCK_SIZE)]
+                tokens = self.blocks.origins[each][1]
+                assert tokens == [self.content[each * BLOCK_SIZE + at][-1] for at in range(len(tokens))] and 0 < len(tokens) <= BLOCK_SIZE
 
     @invariant()
     def only_decided_tokens_are_in_the_prefix_cache(self) -> None:
         decided = {(each.cache_salt, *each.token_ids[: each.num_prompt_tokens], *self.log[each.handle]) for each in self.sequences}
         for block_hash, block_id in self.blocks.cached_blocks.items():
-            first, *_, last = (self.content[block_id * BLOCK_SIZE + at] for at in range(BLOCK_SIZE))
-            assert len(last) == len(first) + BLOCK_SIZE - 1 and last[: len(first)] == first
+            length = len(self.blocks.origins[block_id][1])
+            first, last = self.content[block_id * BLOCK_SIZE], self.content[block_id * BLOCK_SIZE + length - 1]
+            assert len(last) == len(first) + length - 1 and last[: len(first)] == first
             assert chained_hash(last) == block_hash
             assert any(tokens[: len(last)] == last for tokens in decided), "nobody's log says so"
 

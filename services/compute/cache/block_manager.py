@@ -7,7 +7,8 @@ count as free, and are evicted in the order in which they were let go. A block t
 held twice is never written: who has to write into one gets a copy (copy-on-write).
 
 A prefix is found to the token: behind its last whole block, the cached block that goes on with the
-most of its tokens is shared as far as they agree.
+most of its tokens is shared as far as they agree. So the block that a sequence ends in is cached,
+too, though it is not full.
 """
 
 from collections import OrderedDict
@@ -84,6 +85,7 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take all of the sequence's blocks back, the last first: what begins like it can use the
         beginning for longer."""
+        self._keep_tail(sequence)
         for block_id in reversed(sequence.block_table):
             self._release(block_id)
         sequence.block_table.clear()
@@ -126,7 +128,8 @@ class BlockManager:
         """A free block for the keys and values of the sequence's first block that is `missing`, which
         come from elsewhere. It is in the prefix cache from now on, and held by nobody."""
         block_id = self._take()
-        self._offer(sequence, len(self.match(sequence)), block_id)
+        number = len(self.match(sequence))
+        self._offer(self._parent(sequence, number), self._tokens(sequence, number), self._hash(sequence, number), block_id)
         self._release(block_id)
         return block_id
 
@@ -167,7 +170,7 @@ class BlockManager:
         for number in range(sequence.num_committed_blocks, num_full):
             name, block_id = self._hash(sequence, number), sequence.block_table[number]
             if name not in self.cached_blocks:
-                self._offer(sequence, number, block_id)
+                self._offer(self._parent(sequence, number), self._tokens(sequence, number), name, block_id)
                 if self.fresh is not None:
                     self.fresh.append((name, block_id))
         sequence.num_committed_blocks = num_full
@@ -197,12 +200,24 @@ class BlockManager:
     def _tokens(self, sequence: Sequence, number: int) -> list[int]:
         return sequence.token_ids[number * self.block_size : (number + 1) * self.block_size]
 
-    def _offer(self, sequence: Sequence, number: int, block_id: int) -> None:
-        """Put the sequence's number-th block into the prefix cache."""
-        name, parent = self._hash(sequence, number), self._parent(sequence, number)
+    def _keep_tail(self, sequence: Sequence) -> None:
+        """Offer the last block of a sequence that is about to go, which is not full, as far as its
+        tokens are decided and computed: whoever goes on from there begins with it."""
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_decided_tokens)
+        number = num_tokens // self.block_size
+        tokens = sequence.token_ids[number * self.block_size : num_tokens]
+        if not self.prefix_caching or not tokens:
+            return
+        block_id, parent = sequence.block_table[number], self._parent(sequence, number)
+        is_own = self.ref_counts[block_id] == 1 and self.block_hashes[block_id] is None and block_id not in self.copies
+        if is_own and (name := block_hash(parent, tokens)) not in self.cached_blocks:
+            self._offer(parent, tokens, name, block_id)
+
+    def _offer(self, parent: bytes, tokens: list[int], name: bytes, block_id: int) -> None:
+        """Put a block of these tokens, behind that parent, into the prefix cache."""
         self.cached_blocks[name] = block_id
         self.block_hashes[block_id] = name
-        self.origins[block_id] = parent, self._tokens(sequence, number)
+        self.origins[block_id] = parent, tokens
         self.children.setdefault(parent, {})[block_id] = None
         if self.changes is not None:
             self.changes[name] = True
