@@ -33,9 +33,12 @@ def split_place(value: str) -> tuple[Path, int]:
         num_bytes = int(TypeAdapter(ByteSize).validate_python(size))
     except ValidationError:
         num_bytes = 0
-    if not folder or num_bytes <= 0:
+    if not folder.strip() or num_bytes <= 0:
         raise ValueError(f"it takes FOLDER,SIZE, as in /var/cache/kv,20GiB, not {value[:80]!r}")
-    return Path(folder).expanduser(), num_bytes
+    try:
+        return Path(folder).expanduser(), num_bytes
+    except RuntimeError as error:  # of ~somebody
+        raise ValueError(f"{value[:80]!r}: {error}") from None
 
 
 def is_loopback(host: str) -> bool:
@@ -354,6 +357,6 @@ def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed
         name = ".".join(str(part) for part in first["loc"])
         if not name:
             raise StartupError(first["msg"].removeprefix("Value error, ")) from None
-        raise StartupError(f"--{name.replace('_', '-')}: {first['msg']}, got {first['input']!r}") from None
+        raise StartupError(f"--{name.replace('_', '-')}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}") from None
     except SettingsError as error:
         raise StartupError(str(error)) from None

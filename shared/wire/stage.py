@@ -160,7 +160,9 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
         sys.stderr.write(f"penstock: {error}\n")
         sys.exit(2)
     except DENIED as error:
-        sys.stderr.write(f"penstock: Redis refuses: {reason_of(error)}\n")
+        wants_password = "already authenticated" in str(error) or "NOAUTH" in str(error)
+        hint = ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's redis-password" if wants_password else ""
+        sys.stderr.write(f"penstock: Redis refuses: {reason_of(error)}{hint}\n")
         sys.exit(1)
     except (Recoverable, KeyboardInterrupt):
         log.warning("stopped in the middle of something; its work will be claimed by another")

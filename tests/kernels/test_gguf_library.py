@@ -3,6 +3,7 @@ the kernels, from the file's own blocks."""
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -135,6 +136,17 @@ def modules_of(engine: Engine) -> PreTrainedModel:
 def test_what_a_file_lacks_is_said_by_name(name: str, left_out: str, message: str, tmp_path: Path) -> None:
     path = LibraryWriter(random_model(CONFIGS[name]), tmp_path / "model.gguf", frozenset({left_out})).write(Kind.F32)
     with pytest.raises(StartupError, match=message):
+        run(path)
+
+
+def test_a_size_that_lies_takes_no_memory(tmp_path: Path) -> None:
+    """The file's tensors contradict it before anything is made."""
+    path = LibraryWriter(random_model(CONFIGS["cohere2"]), tmp_path / "model.gguf").write(Kind.F32)
+    reader = gguf.GGUFReader(path, "r+")
+    field = reader.fields["cohere2.feed_forward_length"]
+    field.parts[field.data[0]][0] = 2**31 - 1
+    reader.data.flush()
+    with pytest.raises(StartupError, match=r"blk.0.ffn_gate.weight has the shape \(96, 64\), the metadata says \(2147483647, 64\)"):
         run(path)
 
 

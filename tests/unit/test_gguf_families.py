@@ -87,3 +87,19 @@ def test_windows_are_by_a_list_or_by_a_period() -> None:
 
 def test_smollm3s_layers_that_do_not_rotate_follow_from_their_number() -> None:
     assert make_config(head_of("smollm3"))["no_rope_layers"] == [1, 1, 1, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "says"),
+    [
+        ("llama", "rope.dimension_count", 2**31 - 1, "RoPE turns 2147483647 of 16 dimensions"), ("qwen2", "rope.freq_base", 0.0, "by powers of 0"),
+        ("llama", "attention.layer_norm_rms_epsilon", -1.0, "epsilon is -1"), ("glm4", "rope.dimension_sections", [8, 12, 12, 0], "no model with it is read"),
+        ("deepseek2", "expert_gating_func", 3, "expert_gating_func is 3"), ("deepseek2", "expert_weights_norm", True, "chosen by softmax, is not supported"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_model_has_are_one_line(architecture: str, key: str, value: Any, says: str) -> None:
+    more = {"expert_count": 6, "expert_used_count": 2, "expert_shared_count": 1, "rope.dimension_count": 8, "attention.key_length": 16,
+            "attention.value_length": 16, "attention.kv_lora_rank": 8} if architecture == "deepseek2" else {}  # fmt: skip
+    make_config(head_of(architecture, **more))
+    with pytest.raises(StartupError, match=says):
+        make_config(head_of(architecture, **more | {key: value}))

@@ -27,6 +27,7 @@ HEADER = struct.Struct("<10sHQQ")  # magic, version, bytes of a block, sets
 ENTRY = struct.Struct("<16s16sQ24x")  # hash, checksum, time of the last use in ns
 WAYS = 16  # places of a set
 PAGE = 4096
+LARGEST = 1 << 56  # bytes of a file
 NOBODY = bytes(16)
 TOUCH_NS = 1_000_000_000  # a use is written down if the one before is longer ago
 
@@ -38,11 +39,15 @@ class KVStore:
         """size: bytes that the file may take; block_bytes: of every block. Raises StartupError."""
         self.block_bytes = block_bytes
         self.num_sets = (size - PAGE) // (WAYS * (block_bytes + ENTRY.size))
+        if size > LARGEST:
+            raise StartupError(f"--kv-disk: at most {size_text(LARGEST)}, not {size_text(size)}")
         if self.num_sets < 1:
             raise StartupError(f"--kv-disk: {size_text(size)} hold not even one set of {WAYS} blocks of {size_text(block_bytes)}")
         self.path = folder / f"kv-{block_bytes}.{VERSION}"
         self._blocks_at = PAGE + -(-self.num_sets * WAYS * ENTRY.size // PAGE) * PAGE
         try:
+            if folder.exists() and not folder.is_dir():
+                raise StartupError(f"--kv-disk: {folder} is not a folder")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._begin()

@@ -217,6 +217,8 @@ def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
     shapes = step.shapes if is_ragged else cache.shapes
     if not shapes or (is_ragged and step.shapes.keys() != cache.shapes.keys()):
         raise Unsupported("its layers keep keys and values elsewhere")
+    if not bool(logits.isfinite().all()):
+        raise Unsupported("its logits are no finite numbers")
     if not is_ragged and not torch.allclose(
         logits[0], run_probe(model, [0, 1], step, name, PassingCache())[0], rtol=0.0, atol=torch.finfo(model.dtype).eps * float(logits.abs().max())
     ):

@@ -21,6 +21,7 @@ from services.compute.models.decoder import Rows
 from services.compute.models.moe import Expert, add_experts
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.source import EMBEDDING
+from shared.process.errors import StartupError
 
 EXPANSION = ".kv_b_proj"  # the layer that makes keys and values of compressed ones, which files have in two tensors
 
@@ -72,10 +73,12 @@ class FileEmbedding(nn.Module):
 def load_gguf_modules(path: Path, backend: Backend, config: Any, attention: str) -> Any:
     """config: transformers' own, of the file. Returns an AutoModelForCausalLM. Raises StartupError,
     naming a tensor that is missing or wrong."""
-    with parameters_without_memory():
-        model = AutoModelForCausalLM.from_config(config, dtype=backend.dtype, attn_implementation=attention, trust_remote_code=False)
     source = GgufSource(path, backend.dtype, backend.device)
     try:
+        with torch.device("meta"):
+            check_shapes(make_modules(path, config, backend.dtype, attention), source)
+        with parameters_without_memory():
+            model = make_modules(path, config, backend.dtype, attention)
         head = model.get_output_embeddings()
         for name, module in list(model.named_modules()):
             if (found := exchange(name, module, source, backend, config, is_head=module is head)) is not None:
@@ -86,6 +89,27 @@ def load_gguf_modules(path: Path, backend: Backend, config: Any, attention: str)
     finally:
         source.close()
     return model.eval().to(backend.device)
+
+
+def make_modules(path: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model, whatever its parameters hold. Raises StartupError."""
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+    except (RuntimeError, ValueError, TypeError, ArithmeticError, IndexError, KeyError) as error:  # whatever numbers of a file lead to in the library's code
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StartupError(f"{path}: transformers can't make the model that the metadata describe: {reason[:200]}") from None
+
+
+def check_shapes(model: Any, source: GgufSource) -> None:
+    """Raises StartupError for a parameter that the file has not, or in another shape: before any
+    takes memory."""
+    for name, parameter in model.named_parameters():
+        shape, part = tuple(parameter.shape), name.rpartition(".")[2]
+        if part in ("gate_up_proj", "down_proj"):
+            which = "gate" if part == "gate_up_proj" else "down"
+            source.check(f"{name.rpartition('.')[0]}.0.{which}_proj.weight", (shape[1] // 2 if which == "gate" else shape[1], shape[2]))
+        elif EXPANSION not in name and (name != "lm_head.weight" or source.has(name)):
+            source.check(name, shape)
 
 
 def exchange(name: str, module: nn.Module, source: GgufSource, backend: Backend, config: Any, *, is_head: bool) -> nn.Module | None:

@@ -153,6 +153,10 @@ class GgufSource:
     def has(self, name: str) -> bool:
         return self._translate(name) in self._kinds
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises StartupError if there is no such tensor, or in another shape."""
+        self._find(name, shape)
+
     def keeps(self, name: str) -> bool:
         """Whether the matrix of that name, if there is one, keeps its form."""
         kind = self._kinds.get(self._translate(name))

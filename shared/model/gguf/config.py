@@ -35,6 +35,9 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     head_dim = head_dim_of(head, prefix)
     if not family.has_other_values and head.number(prefix + "attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{head.path}: heads whose keys and values differ in length are not supported")
+    epsilon = head.real(prefix + "attention.layer_norm_rms_epsilon", _real_or_none(head, prefix + "attention.layer_norm_epsilon"))
+    if epsilon <= 0:
+        raise StartupError(f"{head.path}: the norms' epsilon is {epsilon:g}, not positive")
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -47,7 +50,7 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "num_key_value_heads": head.number(prefix + "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": head.number(prefix + "context_length"),
-        "rms_norm_eps": head.real(prefix + "attention.layer_norm_rms_epsilon", _real_or_none(head, prefix + "attention.layer_norm_epsilon")),
+        "rms_norm_eps": epsilon,
         "rope_parameters": make_rope(head, prefix, head_dim),
         "tie_word_embeddings": "output.weight" not in head.tensors,
         "attention_bias": "blk.0.attn_q.bias" in head.tensors or "blk.0.attn_qkv.bias" in head.tensors,

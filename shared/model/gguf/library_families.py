@@ -72,6 +72,10 @@ def _deepseek_rope(head: GgufHead, prefix: str, num_rotated: int) -> dict[str, A
 def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
     """An activation's sparsity is in the file as the quantile of a normal distribution."""
     num_layers = head.number(prefix + "block_count")
+    num_shared = int(head.metadata.get(prefix + "attention.shared_kv_layers", 0))
+    local_base = head.real(prefix + "rope.freq_base_swa", 10000.0)
+    if not 0 <= num_shared < num_layers or local_base <= 0:
+        raise StartupError(f"{head.path}: {num_shared} of {num_layers} layers take keys from others, RoPE's base is {local_base:g}: no model is so")
     quantiles = head.items(prefix + "activation_sparsity_scale", float)
     laurel, per_layer = head.tensors.get("blk.0.laurel_l.weight"), head.tensors.get("per_layer_token_embd.weight")
     if laurel is None or per_layer is None or len(quantiles) != num_layers:
@@ -81,7 +85,7 @@ def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
         "sliding_window": head.number(prefix + "attention.sliding_window"),
         "layer_types": read_kinds(head, prefix, every=5),
         "rope_parameters": {
-            SLIDING: {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", 10000.0)},
+            SLIDING: {"rope_type": "default", "rope_theta": local_base},
             FULL: make_rope(head, prefix, head_dim_of(head, prefix)),
         },
         "final_logit_softcapping": head.real(prefix + "final_logit_softcapping", 30.0),
@@ -89,7 +93,7 @@ def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
         "hidden_size_per_layer_input": head.number(prefix + "embedding_length_per_layer_input"),
         "altup_active_idx": int(head.metadata.get(prefix + "altup.active_idx", 0)),
         "altup_num_inputs": head.number(prefix + "altup.num_inputs"),
-        "num_kv_shared_layers": int(head.metadata.get(prefix + "attention.shared_kv_layers", 0)),
+        "num_kv_shared_layers": num_shared,
         "laurel_rank": laurel.shape[0],
         "activation_sparsity_pattern": [round((1 + math.erf(quantile / math.sqrt(2))) / 2, 6) for quantile in quantiles],
     }

@@ -14,6 +14,8 @@ def make_rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:
     rope_freqs) are longrope's, with one list for all lengths."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base", 10000.0)}
     num_rotated = head.number(prefix + "rope.dimension_count", head_dim)
+    if num_rotated > head_dim or rope["rope_theta"] <= 0:
+        raise StartupError(f"{head.path}: RoPE turns {num_rotated} of {head_dim} dimensions by powers of {rope['rope_theta']:g}: no model does")
     if num_rotated != head_dim:
         rope["partial_rotary_factor"] = num_rotated / head_dim
     kind = head.text(prefix + "rope.scaling.type", "none")
@@ -30,13 +32,19 @@ def make_rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:
     if kind not in ("linear", "yarn"):
         raise StartupError(f"{head.path}: rope scaling {kind!r} is not supported")
     rope |= {"rope_type": kind, "factor": head.real(prefix + "rope.scaling.factor")}
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = original
-        for name in ("beta_fast", "beta_slow"):
-            if (key := f"{prefix}rope.scaling.yarn_{name}") in head.metadata:
-                rope[name] = head.real(key)
-        if (key := f"{prefix}rope.scaling.yarn_attn_factor") in head.metadata:
-            rope["attention_factor"] = head.real(key)
+    return rope | _yarn(head, prefix, original) if kind == "yarn" else rope
+
+
+def _yarn(head: GgufHead, prefix: str, original: int) -> dict[str, Any]:
+    """The rest of YaRN's parameters. Raises StartupError."""
+    rope: dict[str, Any] = {"original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if (key := f"{prefix}rope.scaling.yarn_{name}") in head.metadata:
+            rope[name] = head.real(key)
+            if rope[name] <= 0:
+                raise StartupError(f"{head.path}: {key} is {rope[name]:g}, not positive")
+    if (key := f"{prefix}rope.scaling.yarn_attn_factor") in head.metadata:
+        rope["attention_factor"] = head.real(key)
     return rope
 
 
