@@ -35,8 +35,9 @@ from shared.wire.token_log import decode_entry
 log = get_logger("penstock.sampler")
 
 BLOCK_MS = 500
-# a state nobody has asked about: its compute replica died, or another sampler has it
-FORGET_AFTER_S = 600.0
+# a state nobody has asked about: another sampler has it, or its compute replica is gone; one that
+# comes back introduces its sequences again
+FORGET_AFTER_S, FORGET_GONE_AFTER_S = 600.0, 30.0
 FORGET_EVERY_S = 10.0
 FOLLOW_CLOCK_EVERY_S = 1.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
@@ -265,8 +266,10 @@ class SamplerService:
 
     def forget_untouched(self) -> None:
         now = self.forgot_at = time.monotonic()
-        for key in [key for key, state in self.states.items() if now - state.touched_at > FORGET_AFTER_S]:
-            self.forget(key, "silence")
+        live = self.stage.registry.ids("compute", self.stage.model)
+        for key, idle_s in [(key, now - state.touched_at) for key, state in self.states.items()]:
+            if idle_s > (FORGET_AFTER_S if key[0] in live else FORGET_GONE_AFTER_S):
+                self.forget(key, "silence")
 
     def forget(self, key: tuple[str, int], outcome: str) -> None:
         """Forget the state of a replica's handle, if it is known. outcome: for its trace."""

@@ -22,11 +22,12 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
 from shared.wire.logprobs import PromptLogprobs
 from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.wire.registry import Registry
 from shared.wire.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
 from shared.wire.token_log import end_request, parse_log
 from tests.conftest import running_redis
 from tests.faulty_redis import FaultyRedis
-from tests.stages.line_of_stages import MODEL, LocalStage, ids, sampler_tokenizer
+from tests.stages.line_of_stages import MODEL, LocalStage, ids, replica, sampler_tokenizer
 
 PARAMS = SamplingParams(max_tokens=100, temperature=0.0)
 BREAKS = 777  # a token whose text can't be made
@@ -329,3 +330,20 @@ def test_rows_that_run_ahead_of_a_logged_one_are_decided_with_it(bench: Bench) -
     told = bench.answer((1, 1, 300, -1), (1, 2, 500, 300), (1, 3, 501, 500), intros=(intro(1),))
     assert told == {(1, 1): (300, 0), (1, 2): (500, 0), (1, 3): (501, 0)}
     assert [event.token_id for event in bench.log(1)] == [300, 500, 501]
+
+
+def test_what_a_replica_has_left_behind_is_forgotten_before_what_a_silent_one_has(bench: Bench) -> None:
+    """And if it comes back, it is asked for an introduction, and goes on."""
+    service, stage = bench.service, bench.service.stage
+    assert isinstance(stage, LocalStage)
+    bench.answer((1, 1, 50, -1), intros=(intro(1),))
+    [state] = service.states.values()
+    stage.live = Registry((replica("compute", "compute-1"),))
+    state.touched_at -= service_module.FORGET_GONE_AFTER_S + 1
+    service.forget_untouched()
+    assert len(service.states) == 1, "it lives"
+    stage.live = Registry((replica("compute", "compute-2"),))
+    service.forget_untouched()
+    assert not service.states
+    assert bench.answer((1, 2, 51, 50)) == {(1, 2): (UNKNOWN, 0)}
+    assert bench.answer((1, 2, 51, 50), intros=(intro(1, num_decided=1),)) == {(1, 2): (51, 0)}
