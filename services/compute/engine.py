@@ -86,7 +86,8 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
     if settings.speculate == "off" or not model.splits_prompts:
         return ()
     if not model.is_row_invariant or settings.allow_batch_variance:
-        log.info("no speculation: this model's bits depend on what a step computes together", implementation=model.implementation)
+        say = log.info if settings.speculate == "auto" else log.warning
+        say("no speculation: this model's bits depend on what a step computes together", implementation=model.implementation)
         return ()
     return tuple(settings.speculate.split(","))
 
