@@ -40,7 +40,7 @@ targets: list[ModelRunner] = []  # the one runner of the model that is served
 
 
 def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
-    if any(row.num_computed_tokens == 0 and TOKEN in row.token_ids[:4] for row in batch.rows):
+    if any(TOKEN in row.token_ids[: max(0, 4 - row.num_computed_tokens)] for row in batch.rows):
         if HANGS:
             threading.Event().wait()
         os._exit(9)
