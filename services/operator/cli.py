@@ -86,7 +86,7 @@ class StageHelp(argparse.Action):
         namespace.stage_help = ["--help"]
 
 
-OURS = ("services", "shared")
+OURS = ("services", "shared")  # packages that are always there
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -57,8 +57,8 @@ async def starve_compute(arena: Arena, rng: random.Random) -> None:
 
 
 async def flip_kv_disk(arena: Arena, rng: random.Random) -> None:
-    """Bytes of the file of --kv-disk change under those who use it, its own notes among them; and some
-    compute opens it anew.
+    """Change bytes of the file of --kv-disk while computes use it, its own notes among them; then kill a
+    compute, whose successor opens the file.
     """
     for path in kv_files(arena):
         with path.open("r+b") as file:
@@ -71,7 +71,9 @@ async def flip_kv_disk(arena: Arena, rng: random.Random) -> None:
 
 
 async def cut_kv_disk(arena: Arena, rng: random.Random) -> None:
-    """The file of --kv-disk is cut off somewhere, or gone; and some compute opens it anew."""
+    """Cut the file of --kv-disk off somewhere, or remove it; then kill a compute, whose successor opens
+    or makes it.
+    """
     for path in kv_files(arena):
         if rng.random() < 0.3:
             path.unlink(missing_ok=True)

@@ -68,12 +68,7 @@ class Writer:
     def metadata(self) -> None:
         config, writer = self.config, self.writer
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
+        self.sizes(config.num_key_value_heads)
         if self.architecture != "granite":
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
@@ -100,6 +95,15 @@ class Writer:
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
         self.multipliers()
         self.experts()
+
+    def sizes(self, num_kv_heads: int) -> None:
+        config, writer = self.config, self.writer
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(num_kv_heads)
 
     def multipliers(self) -> None:
         if self.architecture == "granite":

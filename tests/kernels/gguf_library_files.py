@@ -19,12 +19,7 @@ class LibraryWriter(Writer):
     def metadata(self) -> None:
         config, writer = self.config, self.writer
         is_gemma, is_deepseek = self.architecture == "gemma3n", self.architecture == "deepseek2"
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(1 if is_deepseek and not self.is_old else config.num_key_value_heads)
+        self.sizes(1 if is_deepseek and not self.is_old else config.num_key_value_heads)
         if is_gemma or self.architecture in ("glm4", "deepseek2"):
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         else:
