@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.kernels import Check
+from bench.gpu.check import Check
 from bench.gpu.models import FlightCheck, ModelCheck
 from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
 from shared.process.errors import StartupError

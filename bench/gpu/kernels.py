@@ -9,24 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.compute.backends.cuda.attention import RANGE, SPLITS
+from bench.gpu.attention_checks import attention_checks
+from bench.gpu.check import EPS, Check, name_of, randn, relative_error
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
-from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
 from services.compute.backends.torch.reference import (
     FLOAT8_LARGEST,
-    Scores,
-    kv_row_size,
-    norm_heads,
     quantize_nf4,
     quantize_rows,
     quantize_weight,
-    read_kv,
     rms_norm,
-    rotary,
 )
-from services.compute.backends.torch.reference import write_kv as write_reference
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.candidates.rows import CandidateRows
@@ -34,36 +28,8 @@ from services.compute.sequence import Sequence
 from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
 
-EPS = 1e-6
-BLOCK_SIZE = 16
 FORMS = ("none", "w8a8", "w4", "nf4", "w4 with minima", "int8 groups", "int8 groups with minima", "fp8", "fp8 blocks")
 VENDORS = ("none", "w8a8", "fp8")  # that the vendor's library multiplies, too
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    kernel: str
-    types: str
-    case: str
-    error: float  # relative, in the root of the mean square
-    bound: float
-    is_same_alone: bool | None  # each row's bits, by itself and in company; None: not promised
-
-    @property
-    def holds(self) -> bool:
-        return self.error <= self.bound and self.is_same_alone is not False
-
-
-def randn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-30))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def make_matrix(weight: Tensor, form: str, group: int) -> OneForm:
@@ -150,103 +116,6 @@ def check_linear(backend: CudaBackend, form: str, case: LinearCase, *, is_vendor
     return Check("linear, " + form, name_of(dtype), str(case), relative_error(found, expected), bound, is_same)
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None) -> Tensor:
-    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]. Returns [n, heads * d]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
-    scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
-    if scores_of.cap:
-        scores = scores_of.cap * torch.tanh(scores / scores_of.cap)
-    positions = torch.arange(len(q))
-    is_seen = positions[None, :] <= positions[:, None]
-    if window is not None:
-        is_seen &= positions[None, :] > positions[:, None] - window
-    scores = scores.masked_fill(~is_seen, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
-    return torch.einsum("hnc,chd->nhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCase:
-    heads: Heads
-    contexts: tuple[int, ...]
-    last: tuple[int, ...]  # tokens of each that are in the last step
-    kv_group: int = 0
-    window: int | None = None
-    scores: Scores | None = None
-    norm: str | None = None  # of q and k: "heads", or "joint"
-    has_sinks: bool = False
-
-    def __str__(self) -> str:
-        heads = f"{self.heads.num_heads} / {self.heads.num_kv_heads} heads of {self.heads.head_dim}"
-        more = [f"window {self.window}" if self.window else "", "cap" if self.scores and self.scores.cap else "", f"{self.norm} norm" if self.norm else ""]
-        more += ["sinks"] if self.has_sinks else []
-        return ", ".join([heads, f"contexts {list(self.contexts)}", *filter(None, more)])
-
-
-def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
-    """The prompts in one step, with no number in what is not written yet; then the same in two, the second with single tokens among chunks. In float64 over
-    the keys and values that the definition writes."""
-    dtype, device, heads = backend.dtype, backend.device, case.heads
-    dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
-    rotary_dim = heads.rotary_dim or dim
-    attention = backend.make_attention(heads, case.scores)
-    sinks = randn(heads.num_heads, seed=30, scale=2.0) if case.has_sinks else None
-    there = sinks.to(device) if sinks is not None else None
-    counts = [-(-context // BLOCK_SIZE) for context in case.contexts]
-    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
-    tables = [tuple(blocks.pop() for _ in range(count)) for count in counts]
-    width = (heads.num_heads + 2 * num_kv_heads) * dim
-    prompts = [randn(context, width, seed=10 + number).to(dtype) for number, context in enumerate(case.contexts)]
-    norms = [(1 + randn(dim * (count if case.norm == "joint" else 1), seed=count, scale=0.1)).to(dtype) for count in (heads.num_heads, num_kv_heads + 20)]
-    if case.norm == "joint":
-        norms[1] = norms[1][: dim * num_kv_heads]
-    inv_freq = 1e4 ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
-
-    def run(kv: Tensor, spans: list[tuple[int, int, int]]) -> list[Tensor]:
-        """One step of (sequence, first, last) tokens. Returns what each gets."""
-        positions = torch.cat([torch.arange(first, last) for _, first, last in spans])
-        angles = positions[:, None].float() * inv_freq
-        slots = [tables[number][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for number, first, last in spans for at in range(first, last)]
-        inputs = AttentionInputs(
-            [last - first for _, first, last in spans], [last for _, _, last in spans], [tables[number] for number, _, _ in spans],
-            backend.buffers.fill("slots", slots), ((angles.cos().to(device), angles.sin().to(device)),),
-        )  # fmt: skip
-        plan = attention.plan(inputs, BLOCK_SIZE)
-        backend.buffers.upload()
-        qkv = torch.cat([prompts[number][first:last] for number, first, last in spans]).to(device)
-        given = (norms[0].to(device), norms[1].to(device)) if case.norm else (None, None)
-        out = attention(qkv, kv, plan, window=case.window, norms=given, eps=EPS, sinks=there).clone().cpu()
-        return list(torch.split(out, inputs.query_lens))
-
-    caches = [backend.make_kv_layer(sum(counts), BLOCK_SIZE, num_kv_heads, dim, group=case.kv_group) for _ in range(2)]
-    for kv in caches:
-        kv.fill_(-1 if case.kv_group else torch.nan)  # as float16, the bytes of -1 are NaN
-    whole = run(caches[0], [(number, 0, context) for number, context in enumerate(case.contexts)])
-    firsts = [(number, 0, context - last) for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True)) if context > last]
-    begun = dict(zip([number for number, _, _ in firsts], run(caches[1], firsts), strict=True)) if firsts else {}
-    ended = run(caches[1], [(number, context - last, context) for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True))])
-    is_same = torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
-    errors = []
-    for number, prompt in enumerate(prompts):
-        parts = [begun[number], ended[number]] if number in begun else [ended[number]]
-        is_same &= torch.equal(torch.cat(parts), whole[number])
-        q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes([heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if case.norm:
-            q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
-        angles = (torch.arange(len(prompt))[:, None].float() * inv_freq)[:, None]
-        q, k = (rotary(each, angles.cos(), angles.sin()) for each in (q, k))
-        row = kv_row_size(dim, case.kv_group) if case.kv_group else dim
-        cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if case.kv_group else dtype)
-        write_reference(cache, k, v, torch.arange(len(prompt)))
-        k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
-        errors.append(relative_error(whole[number], exact_attention(q, k, v, case.window, attention.scores, sinks)))
-    bound = 2e-5 if dtype == torch.float32 and not case.kv_group else 6e-3
-    types = name_of(dtype) + (f", KV int8 in groups of {case.kv_group}" if case.kv_group else "")
-    return Check("attention", types, str(case), max(errors), bound, is_same)
-
-
 def check_rows(backend: CudaBackend, rows: int, hidden: int, *, has_norm: bool, multiplier: float) -> Check:
     dtype, device = backend.dtype, backend.device
     x, h, norm = randn(rows, hidden, seed=1).to(dtype), randn(rows, hidden, seed=2, scale=3.0).to(dtype), (1 + randn(hidden, seed=3, scale=0.1)).to(dtype)
@@ -328,24 +197,6 @@ VENDORS_LINEARS = (
     LinearCase(17, 48, 96, has_bias=True), LinearCase(70, 160, 64, activation="silu", has_bias=True), LinearCase(33, 64, 128),
     LinearCase(130, 528, 320, has_norm=True, has_residual=True),
 )  # fmt: skip
-ATTENTIONS = (
-    AttentionCase(Heads(4, 2, 32), (5, 40, 100), (1, 9, 1)),
-    AttentionCase(Heads(6, 2, 64, 32), (70, 30), (33, 1), window=20, norm="heads"),
-    AttentionCase(Heads(2, 1, 16), (RANGE + 40,), (1,), scores=Scores(0.3, 5.0)),
-    AttentionCase(Heads(4, 2, 32), (45, 33), (1, 17), kv_group=32, norm="joint"),
-    AttentionCase(Heads(14, 2, 64), (33, 7, 1, 90), (1, 7, 1, 3), kv_group=64),
-    AttentionCase(Heads(8, 2, 128), (200, 1), (64, 1), kv_group=8),
-    AttentionCase(Heads(4, 4, 96), (130, 40), (1, 40), kv_group=32, window=70),
-    AttentionCase(Heads(2, 2, 256), (90,), (1,), norm="heads", scores=Scores(0.1, 50.0)),
-    AttentionCase(Heads(4, 2, 32), tuple(5 + 3 * number for number in range(11)), (1,) * 11),
-)
-ATTENTIONS_ON_DEVICE = (
-    AttentionCase(Heads(8, 2, 128), (2 * RANGE + 100, 50), (1, 1)),
-    AttentionCase(Heads(3, 1, 64), (2 * RANGE + 1, 2 * RANGE), (2, 1), window=RANGE + 10),
-    AttentionCase(Heads(4, 1, 64), (SPLITS * RANGE + 700,), (1,)),
-    AttentionCase(Heads(32, 8, 128), tuple(100 + 37 * number for number in range(33)), (1,) * 33),
-    AttentionCase(Heads(28, 4, 128), (4000,), (1500,), kv_group=64),
-)
 
 
 def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[partial[Check]]:
@@ -357,8 +208,7 @@ def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[p
                 yield from (partial(check_linear, backend, form, linear) for linear in LINEARS)
                 if form in VENDORS and not is_wide:
                     yield from (partial(check_linear, backend, form, linear, is_vendors=True) for linear in VENDORS_LINEARS)
-        for attention in (*ATTENTIONS, *(ATTENTIONS_ON_DEVICE if on_device else ())):
-            yield partial(check_attention, backend, attention)
+        yield from attention_checks(backend, on_device=on_device)
         for rows, hidden in ((1, 64), (5, 300), (40, 4096), (3, 14336)):
             yield partial(check_rows, backend, rows, hidden, has_norm=True, multiplier=0.22)
             yield partial(check_rows, backend, rows, hidden, has_norm=False, multiplier=1.0)

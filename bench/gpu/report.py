@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 
+from bench.gpu.check import Check
 from bench.gpu.journal import Entry, Journal
-from bench.gpu.kernels import Check
 from bench.gpu.models import FlightCheck, ModelCheck
 from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
 

@@ -12,7 +12,8 @@ class BatchRow:
 
     handle: int
     token_ids: tuple[int, ...]  # what is PENDING among them has been drawn by the step in flight
-    # of the sequence, before the step: where the first of token_ids stands
+    # of the sequence, or of what its segment sees of it, before the step: where the first of
+    # token_ids stands
     num_computed_tokens: int
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
     # of token_ids, those whose logits decide the tokens after them; each is computed on all that
@@ -26,6 +27,10 @@ class BatchRow:
     target_ids: tuple[int, ...] = ()
     # of token_ids, those whose hidden states go into the sequence's embedding
     pooled: range = range(0)
+    # where a token is rotated to, less its place among the row's tokens: not 0 in prompts with segments
+    position_shift: int = 0
+    # of the blocks, how many of their places are tokens; empty: all are
+    block_lens: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

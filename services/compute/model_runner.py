@@ -158,7 +158,7 @@ class ModelRunner:
         for row in batch.rows:
             table, first, last = row.block_table, row.num_computed_tokens, row.num_context_tokens
             input_ids.extend(row.token_ids)
-            positions.extend(range(first, last))
+            positions.extend(range(first + row.position_shift, last + row.position_shift))
             slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
         logit_rows = sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})
         prepared = ForwardBatch(
@@ -168,6 +168,7 @@ class ModelRunner:
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
+            block_lens=block_lens_of(batch, block_size),
             logit_rows=self.buffers.fill("logit_rows", logit_rows),
         )
         self._prepared = logit_rows, prepared.logit_rows
@@ -181,6 +182,13 @@ class ModelRunner:
         """Some of the last step's logit_rows. All of them are there already."""
         prepared, tensor = self._prepared
         return tensor if rows == prepared else to_device(np.array(rows, np.int64), tensor.device)
+
+
+def block_lens_of(batch: ScheduledBatch, block_size: int) -> list[tuple[int, ...]] | None:
+    """AttentionInputs' block_lens."""
+    if not any(row.block_lens for row in batch.rows):
+        return None
+    return [row.block_lens or (block_size,) * len(row.block_table) for row in batch.rows]
 
 
 @torch.inference_mode()

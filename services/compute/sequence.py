@@ -43,6 +43,7 @@ import numpy as np
 from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import SamplingParams
+from shared.model.segments import HOLE, Layout
 from shared.wire.messages import EmbeddingParams
 
 # in the place of a sequence's last token: the device has drawn it, and it is not read yet
@@ -92,12 +93,15 @@ class TokenCounts:
     def follow(self, token_ids: list[int], num_tokens: int) -> None:
         """Count the first num_tokens: what is new, and what was counted beyond them no more."""
         if not self._place and num_tokens - self.first > len(self._ids):
-            self._ids, times = np.unique(np.array(token_ids[self.first : num_tokens], np.int64), return_counts=True)
+            counted = np.array(token_ids[self.first : num_tokens], np.int64)
+            self._ids, times = np.unique(counted[counted != HOLE], return_counts=True)
             self._times = times.astype(np.float32)
             self._place = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
             self.num_counted = num_tokens - self.first
         self.drop(token_ids, num_tokens)
         for token_id in token_ids[self.first + self.num_counted : num_tokens]:
+            if token_id == HOLE:
+                continue
             place = self._place.setdefault(token_id, len(self._place))
             if place == len(self._ids):
                 self._ids, self._times = (np.concatenate((each, np.zeros_like(each))) for each in (self._ids, self._times))
@@ -159,6 +163,9 @@ class Sequence:
     group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
     cache_salt: str = ""  # only sequences of one salt share cached prefixes
     tenant_id: str = ""  # whose it is: tenants share the places
+    # of the prompt's segments, if it has some: then all numbers of tokens count slots, and tokens are
+    # HOLE where nothing is
+    layout: Layout | None = None
     # set: its prompt is computed, and no token is sampled; its pooling is said
     embedding: EmbeddingParams | None = None
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
@@ -203,6 +210,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_prompt_ids(self) -> int:
+        """Tokens of the prompt, without holes."""
+        return self.num_prompt_tokens - (self.layout.num_holes if self.layout is not None else 0)
+
+    @property
     def is_pending(self) -> bool:
         """Whether the last token is in a step in flight."""
         return self.token_ids[-1] == PENDING
@@ -219,6 +231,13 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def longest_chunk(self) -> int:
+        """The tokens that may be computed next, at once: a segment's, at most."""
+        if self.layout is None or self.num_computed_tokens >= self.layout.starts[-1]:
+            return self.num_uncomputed_tokens
+        return self.layout.end(self.layout.at(self.num_computed_tokens)) - self.num_computed_tokens
 
     @property
     def max_num_tokens(self) -> int:
@@ -276,9 +295,10 @@ class Sequence:
         return self._seen
 
     def history(self, num_tokens: int) -> Array:
-        """The first num_tokens, of prompt and output: [num_tokens] int64, a view."""
+        """The first num_tokens, of prompt and output, without holes: [n] int64."""
         self._history = self._history or TokenArray()
-        return self._history.follow(self.token_ids)[:num_tokens]
+        found = self._history.follow(self.token_ids)[:num_tokens]
+        return found if self.layout is None else found[found != HOLE]
 
     def prefix(self) -> "Prefix":
         """All its tokens, as they are now."""

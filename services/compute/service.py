@@ -334,7 +334,7 @@ class ComputeService:
         the next step."""
         sequence = active.sequence
         self.stage.transport.run(
-            lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_tokens)
+            lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_ids)
         )
         self.end(active, tell_sampler=True, is_complete=False, outcome="failed" if error else "cancelled")
         log.info(

@@ -92,7 +92,7 @@ class RequestSpans:
     def _prefill(self, progress: Progress, ended_at: float) -> None:
         sequence, chunks = progress.active.sequence, progress.chunks
         said: Attributes = {
-            "penstock.num_prompt_tokens": sequence.num_prompt_tokens, "penstock.num_cached_tokens": sequence.num_cached_tokens,
+            "penstock.num_prompt_tokens": sequence.num_prompt_ids, "penstock.num_cached_tokens": sequence.num_cached_tokens,
             "penstock.num_chunks": progress.num_chunks, "penstock.is_again": bool(progress.decoding_since),
         }  # fmt: skip
         own = self._record("prefill", progress.active, chunks[0].started_at, ended_at, said)

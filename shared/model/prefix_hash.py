@@ -29,6 +29,15 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
+def segment_root(root: bytes, position: int, seen: Sequence[bytes]) -> bytes:
+    """The hash that stands before a segment's first block (segments.py). position: of its first
+    token; seen: the hashes of the last blocks of what it sees. What sees nothing and stands at the
+    beginning is a prompt like any other."""
+    if position == 0 and not seen:
+        return root
+    return hashlib.blake2b(b"".join([root, position.to_bytes(8, "little"), *seen]), digest_size=16, person=b"segment").digest()
+
+
 def prefix_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """The hashes of the whole blocks of these tokens."""
     hashes = [root]

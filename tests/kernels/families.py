@@ -51,6 +51,7 @@ from services.compute.weights.gguf_modules import load_gguf_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
+from shared.model.segments import Layout, Segment
 from shared.wire.logprobs import PromptLogprobs
 from tests.kernels.backends import CPU
 
@@ -178,14 +179,26 @@ class Engine:
         self.num_scored = 0  # rows of prompts that were reduced
 
     def generate(
-        self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None, group_id: str | None = None, prompt_logprobs: int | None = None
+        self,
+        prompts: list[list[int]],
+        num_tokens: int,
+        *,
+        eos: int | None = None,
+        group_id: str | None = None,
+        prompt_logprobs: int | None = None,
+        segments: list[tuple[Segment, ...]] | None = None,
     ) -> list[list[int]]:
         """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number, and its prompt's logprobs in `self.prompts`.
 
-        With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best.
+        With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best. segments: of each prompt.
         """
         params = SamplingParams(max_tokens=num_tokens, prompt_logprobs=prompt_logprobs)
-        sequences = [Sequence(number, str(number), list(prompt), len(prompt), params, group_id=group_id) for number, prompt in enumerate(prompts)]
+        layouts = [Layout(each, self.scheduler.block_manager.block_size) for each in segments] if segments else [None] * len(prompts)
+        placed = [list(prompt) if layout is None else layout.pad(prompt) for prompt, layout in zip(prompts, layouts, strict=True)]
+        sequences = [
+            Sequence(number, str(number), prompt, len(prompt), params, group_id=group_id, layout=layout)
+            for number, (prompt, layout) in enumerate(zip(placed, layouts, strict=True))
+        ]
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)

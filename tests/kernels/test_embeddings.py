@@ -100,7 +100,7 @@ def test_bits_are_the_same_in_any_company(quantization: str, pooling: Any, tmp_p
         crowd = Engine(tmp_path, **kind, **more)
         for _ in range(2):
             assert [vector.tobytes() for vector in embed(crowd.scheduler, crowd.runner, prompts, asked)] == alone, more
-        assert (crowd.scheduler.num_prefix_hits > 0) == (pooling == "last")
+        assert (crowd.scheduler.prefixes.num_hits > 0) == (pooling == "last")
 
 
 @pytest.fixture(params=sorted(ENCODERS))

@@ -179,7 +179,7 @@ def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path
         assert torch.equal(layer[:, found].view(torch.uint8), blocks.view(torch.uint8))
     assert again.num_tokens_read == 11 * 16
     another = BlockManager(24, 16, fingerprint="another model")
-    assert not any(again.store.has(name) for name in another.missing(make_sequence(4, tokens, 1)))
+    assert not any(again.store.has(name) for names in another.missing(make_sequence(4, tokens, 1)) for name in names)
 
 
 def test_a_sequence_never_reads_more_than_there_is_room_for(tmp_path: Path) -> None:

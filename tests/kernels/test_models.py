@@ -109,7 +109,7 @@ def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
         engine = Engine(loaded, **limits)
         assert engine.generate(some, NUM_TOKENS) == alone
         assert engine.generate(some[::-1], NUM_TOKENS) == alone[::-1]
-        assert engine.scheduler.num_prefix_hits > 5 * len(system)
+        assert engine.scheduler.prefixes.num_hits > 5 * len(system)
     assert engine.scheduler.block_manager.num_evictions > 0
 
 

@@ -126,12 +126,12 @@ def test_a_cached_prompt_is_computed_again_for_its_logprobs_and_serves_others() 
     engine = Engine(DEMO_MODEL, dtype=torch.bfloat16)
     engine.generate([prompt], 2)
     engine.generate([prompt], 2, prompt_logprobs=2)
-    assert engine.scheduler.num_prefix_hits == 0
+    assert engine.scheduler.prefixes.num_hits == 0
     first = bits(engine.prompts[0])
     engine.generate([prompt], 2, prompt_logprobs=2)
     assert bits(engine.prompts[0]) == first and engine.num_scored == 2 * (len(prompt) - 1)
     engine.generate([prompt], 2)
-    assert engine.scheduler.num_prefix_hits == len(prompt) - 1
+    assert engine.scheduler.prefixes.num_hits == len(prompt) - 1
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -91,7 +91,7 @@ def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_p
     assert Engine(loaded, max_num_seqs=4, max_batched_tokens=20).generate(some, 12) == alone
     cramped = Engine(loaded, block_size=3, num_blocks=36, strategy="paged")
     assert cramped.generate(some, 12) == alone
-    assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.num_prefix_hits > 0
+    assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.prefixes.num_hits > 0
 
 
 @pytest.mark.parametrize("name", [*sorted(CONFIGS.keys() - {"phi3-longrope"}), "demo"])

@@ -75,7 +75,7 @@ def test_equal_prefixes_are_computed_once() -> None:
     scheduler.add(make_sequence(2, list(range(22)), 3, cache_salt="other"))
     batch = one_step(scheduler)
     assert chunks(batch) == [(1, 2), (2, 22)]  # found to the token
-    assert (scheduler.num_prefix_queries, scheduler.num_prefix_hits) == (22 + 20 + 22, 18)
+    assert (scheduler.prefixes.num_queries, scheduler.prefixes.num_hits) == (22 + 20 + 22, 18)
 
 
 def test_the_choices_of_one_prompt_share_its_blocks_and_part_at_the_first_token() -> None:

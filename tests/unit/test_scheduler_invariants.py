@@ -8,6 +8,7 @@ import hashlib
 import random
 from array import array
 from collections import Counter
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,13 +16,14 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.compute.batch import ScheduledBatch
+from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import ScoredTokens, Sequence
 from shared.model.prefix_hash import prefix_root
+from shared.model.segments import HOLE, Layout, Segment
 from tests.examples import examples
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
 
@@ -86,7 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The same question: its answer, as far as it goes, will be the same."""
         earlier = self.sequences[which % len(self.sequences)]
         prompt = earlier.token_ids[: earlier.num_prompt_tokens]
-        self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.cache_salt)
+        if self.blocks.num_blocks_for(len(prompt) + output) <= self.blocks.num_blocks:
+            self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.cache_salt, layout=earlier.layout)
 
     @rule(
         length=st.integers(1, 40), output=st.integers(1, 20), n=st.integers(2, 4), share=st.floats(0.1, 1.0), has_own_voice=st.booleans(),
@@ -98,6 +101,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             voice = len(self.sequences) if has_own_voice else 0
             group_id = f"group {len(self.sequences) // 4}-{length}"
             self.add(list(range(length)), output, share, voice, group_id=group_id, prompt_logprobs=prompt_logprobs)
+
+    @rule(
+        trunk=st.integers(1, 14), modules=st.permutations([0, 1, 2]), count=st.integers(1, 2), rest=st.integers(1, 10), output=st.integers(1, 12),
+        shift=st.sampled_from([0, 7]), is_nested=st.booleans(), salt=st.sampled_from(["", "s"]), group=st.booleans(),
+    )  # fmt: skip
+    def arrive_in_segments(
+        self, trunk: int, modules: list[int], count: int, rest: int, output: int, shift: int, is_nested: bool, salt: str, group: bool
+    ) -> None:
+        """Modules with places of their own, in any order, which see the trunk, and perhaps the module before."""
+        texts = [list(range(trunk)), *[list(range(200 + 100 * each, 200 + 100 * each + (5, 13, 16)[each])) for each in modules[:count]], list(range(rest))]
+        places = [0, *[trunk + 20 * each + shift for each in modules[:count]], trunk + 100]
+        segments = tuple(
+            Segment(len(text), place, tuple(range(number)) if is_nested or number == len(texts) - 1 else (0,)[:number])
+            for number, (text, place) in enumerate(zip(texts, places, strict=True))
+        )
+        layout = Layout(segments, BLOCK_SIZE)
+        group_id = f"segments {len(self.sequences)}" if group else None
+        for _ in range(2 if group else 1):
+            self.add(layout.pad(sum(texts, [])), output, 1.0, 0, cache_salt=salt, group_id=group_id, layout=layout)
 
     def add(self, prompt: list[int], output: int, share: float, voice: int, **fields: Any) -> None:
         handle = len(self.sequences)
@@ -136,12 +158,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_step(self) -> bool:
         self.cached_before = list(self.blocks.block_hashes)
         self.blocks.taken.clear()
-        while not self.restore():
+        while not (is_restored := self.restore()):
             if self.rng.random() < 0.5:
                 break  # the step goes on without it
         batch = run_step(self.scheduler, self.execute, is_over=self.is_over) if self.is_inline else self.scheduler.schedule()
         if batch is None:
-            assert not self.restore() or self.undecided() or not self.scheduler.num_unfinished
+            assert not is_restored or self.undecided() or not self.scheduler.num_unfinished
             return False
         if not self.is_inline:
             sequences = [self.scheduler.get(handle) for handle, _ in batch.sampled]
@@ -155,18 +177,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         """As KVTier does, a block at a time. Returns whether all that may begin is restored."""
         for sequence in self.scheduler.next_to_begin() if self.scheduler.awaits_restoring else []:
             if not sequence.is_restored:
-                missing = self.blocks.missing(sequence)
-                sequence.is_restored = not missing or missing[0] not in self.disk
-                if not sequence.is_restored:
-                    block_id = self.blocks.adopt(sequence)
-                    self.content.update({block_id * BLOCK_SIZE + at: value for at, value in enumerate(self.disk[missing[0]])})
+                found = next((names[0] for names in self.blocks.missing(sequence) if names[0] in self.disk), None)
+                sequence.is_restored = found is None
+                if found is not None:
+                    block_id = self.blocks.adopt(sequence, found)
+                    self.content.update({block_id * BLOCK_SIZE + at: value for at, value in enumerate(self.disk[found])})
                     return False
         return True
 
     def save(self) -> None:
         for name, block_id in self.blocks.fresh or []:
             if self.blocks.block_hashes[block_id] == name:
-                self.disk[name] = [self.content[block_id * BLOCK_SIZE + at] for at in range(BLOCK_SIZE)]
+                self.disk[name] = [self.content.get(block_id * BLOCK_SIZE + at, ()) for at in range(BLOCK_SIZE)]
         if self.blocks.fresh is not None:
             self.blocks.fresh.clear()
 
@@ -221,10 +243,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row in batch.rows:
             sequence = self.scheduler.running[row.handle]
             assert not sequence.is_ending and sequence.num_undecided_tokens <= self.scheduler.run_ahead
-            assert row.num_tokens > 0 and row.num_context_tokens == sequence.num_computed_tokens <= sequence.num_tokens
-            assert row.token_ids == tuple(sequence.token_ids[row.num_computed_tokens : row.num_context_tokens])
-            assert row.block_table == tuple(sequence.block_table)
-            assert list(row.sampled) == [row.num_tokens - 1] * (row.num_context_tokens == sequence.num_tokens)
+            assert row.num_tokens > 0 and sequence.num_computed_tokens <= sequence.num_tokens
+            slots = self.slots_of(row)
+            assert row.num_context_tokens == len(slots)
+            assert row.token_ids == tuple(sequence.token_ids[slot] for slot in slots[row.num_computed_tokens :])
+            blocks = [sequence.block_table[slot // BLOCK_SIZE] for slot in slots[::BLOCK_SIZE]]
+            assert list(row.block_table[: len(blocks)]) == blocks
+            assert list(row.sampled) == [row.num_tokens - 1] * (slots[-1] == sequence.num_tokens - 1)
+            if sequence.layout is None:
+                assert (row.position_shift, row.block_lens, slots[-1] + 1) == (0, (), sequence.num_computed_tokens)
+            else:
+                segment = sequence.layout.segments[sequence.layout.at(slots[-1])]
+                start = sequence.layout.starts[sequence.layout.at(slots[-1])]
+                assert row.num_computed_tokens + row.position_shift == segment.position + slots[row.num_computed_tokens] - start
+                seen = [at for block, length in enumerate(row.block_lens) for at in range(block * BLOCK_SIZE, block * BLOCK_SIZE + length)]
+                assert [at for at in seen if at < len(slots)] == [at for at, slot in enumerate(slots) if sequence.token_ids[slot] != HOLE]
 
     def compute(self, batch: ScheduledBatch) -> None:
         """The model's work on the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
@@ -242,11 +275,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
                 assert slot not in written
                 written.add(slot)
-                self.content[slot] = (*self.prefix(row.handle, position), token_id)
+                self.content[slot] = self.prefix(row.handle, self.slots_of(row)[position] + 1)
+                assert self.content[slot][-1] == token_id
         for row in batch.rows:
-            for position in range(row.num_context_tokens):  # what its attention reads
+            token_ids = self.sequences[row.handle].token_ids
+            for position, place in enumerate(self.slots_of(row)):  # what its attention reads
                 slot = row.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                assert self.content[slot] == self.prefix(row.handle, position + 1)
+                assert token_ids[place] == HOLE or self.content[slot] == self.prefix(row.handle, place + 1)
+
+    def slots_of(self, row: BatchRow) -> list[int]:
+        """The slots of the sequence that the row's attention reads."""
+        sequence = self.sequences[row.handle]
+        if (layout := sequence.layout) is None:
+            return list(range(row.num_context_tokens))
+        number = layout.at(sequence.num_computed_tokens - 1)
+        seen = [slot for each in layout.segments[number].sees for slot in range(layout.starts[each], layout.starts[each + 1])]
+        slots = [*seen, *range(layout.starts[number], sequence.num_tokens)]
+        return slots[: row.num_context_tokens]
 
     def score(self, batch: ScheduledBatch) -> None:
         """Each token of a prompt that asks for its logprobs is scored once, from the row before it; who gets its first token has them all."""
@@ -261,8 +306,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert scored == sequence.token_ids[1 : sequence.num_prompt_tokens]
 
     def prefix(self, handle: int, num_tokens: int) -> tuple[Any, ...]:
+        """All that the last of these tokens depends on. For a segment: what it sees, where it stands, and its own."""
         sequence = self.sequences[handle]
-        return (sequence.cache_salt, *islice(sequence.token_ids, num_tokens))
+        if (layout := sequence.layout) is None or num_tokens <= layout.end(0):
+            return (sequence.cache_salt, *islice(sequence.token_ids, num_tokens))
+        number = layout.at(num_tokens - 1)
+        seen = tuple(self.prefix(handle, layout.end(each)) for each in layout.segments[number].sees)
+        return (sequence.cache_salt, Seen(seen, layout.segments[number].position), *sequence.token_ids[layout.starts[number] : num_tokens])
 
     @invariant()
     def every_block_is_counted_once_for_each_holder(self) -> None:
@@ -285,17 +335,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert children and all(self.blocks.origins[each][0] == parent for each in children)
             for each in children:
                 tokens = self.blocks.origins[each][1]
-                assert tokens == [self.content[each * BLOCK_SIZE + at][-1] for at in range(len(tokens))] and 0 < len(tokens) <= BLOCK_SIZE
+                there = [token_id for token_id in tokens if token_id != HOLE]
+                assert there == [self.content[each * BLOCK_SIZE + at][-1] for at in range(len(there))] and 0 < len(tokens) <= BLOCK_SIZE
 
     @invariant()
     def only_decided_tokens_are_in_the_prefix_cache(self) -> None:
-        decided = {(each.cache_salt, *each.token_ids[: each.num_prompt_tokens], *self.log[each.handle]) for each in self.sequences}
+        decided = {path for each in self.sequences for path in self.decided_of(each)}
         for block_hash, block_id in self.blocks.cached_blocks.items():
-            length = len(self.blocks.origins[block_id][1])
+            length = sum(token_id != HOLE for token_id in self.blocks.origins[block_id][1])
+            if not length:
+                continue
             first, last = self.content[block_id * BLOCK_SIZE], self.content[block_id * BLOCK_SIZE + length - 1]
             assert len(last) == len(first) + length - 1 and last[: len(first)] == first
-            assert chained_hash(last) == block_hash
+            assert chained_hash((*last, *[HOLE] * (len(self.blocks.origins[block_id][1]) - length))) == block_hash
             assert any(tokens[: len(last)] == last for tokens in decided), "nobody's log says so"
+
+    def decided_of(self, sequence: Sequence) -> list[tuple[Any, ...]]:
+        """All that the last decided token of each of its segments depends on."""
+        ends = [sequence.layout.end(number) for number in range(len(sequence.layout.segments) - 1)] if sequence.layout is not None else []
+        return [*(self.prefix(sequence.handle, end) for end in ends), (*self.prefix(sequence.handle, sequence.num_prompt_tokens), *self.log[sequence.handle])]
 
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:
@@ -303,7 +361,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_running, is_waiting = sequence.handle in self.scheduler.running, sequence in self.scheduler.waiting
             assert is_running or not sequence.block_table
             assert is_running + is_waiting + sequence.is_finished == 1
-            assert len(sequence.block_table) * BLOCK_SIZE >= sequence.num_computed_tokens
+            assert sequence.layout is not None or len(sequence.block_table) * BLOCK_SIZE >= sequence.num_computed_tokens
 
     @invariant()
     def nobody_is_further_ahead_of_the_log_than_it_may_be(self) -> None:
@@ -320,8 +378,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_counts(self, sequence: Sequence) -> None:
         for num_tokens in (sequence.num_decided_tokens, sequence.num_tokens):  # what is foreseen may be left out
             assert counted(sequence.output_counts(num_tokens)) == Counter(sequence.token_ids[sequence.num_prompt_tokens : num_tokens])
-            assert counted(sequence.seen_counts(num_tokens)) == Counter(sequence.token_ids[:num_tokens])
-            assert sequence.history(num_tokens).tolist() == sequence.token_ids[:num_tokens]
+            there = [token_id for token_id in sequence.token_ids[:num_tokens] if token_id != HOLE]
+            assert counted(sequence.seen_counts(num_tokens)) == Counter(there)
+            assert sequence.history(num_tokens).tolist() == there
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -345,10 +404,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 <= calibration.num_exceeded <= calibration.num_predictions
 
 
+@dataclass(frozen=True)
+class Seen:
+    """All that a segment sees, and where it stands."""
+
+    segments: tuple[tuple[Any, ...], ...]
+    position: int
+
+
+def padded_hash(content: tuple[Any, ...]) -> bytes:
+    """The hash of a segment's last block, with the holes behind it."""
+    num_tokens = sum(not isinstance(each, Seen) for each in content[1:])
+    return chained_hash((*content, *[HOLE] * (-num_tokens % 16)))
+
+
 def chained_hash(content: tuple[Any, ...]) -> bytes:
     """The hash under which the block with this last token is to be cached: its tokens, all before them, and the salt."""
     salt, *tokens = content
     found = prefix_root("", salt=salt)
+    if tokens and isinstance(tokens[0], Seen):
+        seen = b"".join([found, tokens[0].position.to_bytes(8, "little"), *map(padded_hash, tokens[0].segments)])
+        found = hashlib.blake2b(seen, digest_size=16, person=b"segment").digest()
+        del tokens[0]
     for start in range(0, len(tokens), BLOCK_SIZE):
         found = hashlib.blake2b(found + array("q", tokens[start : start + BLOCK_SIZE]).tobytes(), digest_size=16).digest()
     return found

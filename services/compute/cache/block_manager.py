@@ -12,7 +12,7 @@ too, though it is not full.
 """
 
 from collections import OrderedDict
-from itertools import islice
+from itertools import islice, pairwise, takewhile
 
 from services.compute.sequence import Sequence
 from shared.model.prefix_hash import block_hash, prefix_root
@@ -67,6 +67,8 @@ class BlockManager:
 
         All or nothing. Returns whether there were enough free blocks.
         """
+        if sequence.layout is not None:
+            num_tokens = sequence.layout.skip_holes(num_tokens)
         missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
         tail = self._shared_tail(sequence) if sequence.has_shared_tail else None
         if max(0, missing) + (tail is not None) > self.num_free_blocks:
@@ -104,6 +106,31 @@ class BlockManager:
                 found.append(block_id)
         return found
 
+    def reuse(self, sequence: Sequence) -> None:
+        """At the beginning of a segment that is not the first: go on behind its blocks that are
+        cached. `match` sees only those before the first that is missing."""
+        layout, first = sequence.layout, sequence.num_computed_tokens
+        if layout is None or not self.prefix_caching or first not in layout.starts[1:]:
+            return
+        number, last = layout.at(first), sequence.num_reusable_tokens
+        if number < len(layout.segments) - 1:
+            last = min(last, layout.starts[number + 1])
+        place = first // self.block_size
+        names = (self._hash(sequence, each) for each in range(place, last // self.block_size))
+        found = [self.cached_blocks[name] for name in takewhile(lambda name: name in self.cached_blocks, names)]
+        num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in found)
+        if not found or place - len(sequence.block_table) > self.num_free_blocks - num_unheld:
+            return
+        for block_id in found:
+            self._hold(sequence, block_id)
+        while len(sequence.block_table) < place:  # blocks of holes alone
+            sequence.block_table.append(self._take())
+        for block_id in sequence.block_table[place : place + len(found)]:
+            self._release(block_id)
+        sequence.block_table[place : place + len(found)] = found
+        sequence.num_committed_blocks = place + len(found)
+        sequence.num_computed_tokens = layout.skip_holes(sequence.num_committed_blocks * self.block_size)
+
     def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
         """Behind what `match` found: the cached block that begins with the most of the sequence's next
         reusable tokens, and how many. None: there is none."""
@@ -114,22 +141,34 @@ class BlockManager:
         longest = max(lengths, key=lambda block_id: lengths[block_id], default=None)
         return (longest, lengths[longest]) if longest is not None and lengths[longest] else None
 
-    def missing(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of the sequence's reusable blocks from the first that is not in the prefix cache
-        on: as many as there is room for, if those that are stay. They count as used last."""
-        matched = self.match(sequence)
-        unheld = [block_id for block_id in matched if self.ref_counts[block_id] == 0]
+    def missing(self, sequence: Sequence) -> list[list[bytes]]:
+        """The hashes of the sequence's reusable blocks that are not in the prefix cache: of each of its
+        segments those from the first that is not on. As many as there is room for, if those that
+        are stay. They count as used last."""
+        num_blocks = sequence.num_reusable_tokens // self.block_size
+        starts = sequence.layout.starts if sequence.layout is not None else [0]
+        borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
+        found: list[int] = []
+        missing: list[list[bytes]] = []
+        for first, last in pairwise(borders):
+            names = list(dict.fromkeys(self._hash(sequence, number) for number in range(first, last)))
+            cached = list(takewhile(lambda name: name in self.cached_blocks, names))
+            found += [self.cached_blocks[name] for name in cached]
+            known = {name for names in missing for name in names}
+            missing.append([name for name in names[len(cached) :] if name not in known])
+        unheld = [block_id for block_id in found if self.ref_counts[block_id] == 0]
         for block_id in reversed(unheld):
             self.evictable.move_to_end(block_id)
-        last = min(sequence.num_reusable_tokens // self.block_size, len(matched) + self.num_free_blocks - len(unheld))
-        return [self._hash(sequence, number) for number in range(len(matched), last)]
+        room = self.num_free_blocks - len(unheld)
+        lacking = [names[: max(0, room - sum(map(len, missing[:number])))] for number, names in enumerate(missing)]
+        return [names for names in lacking if names]
 
-    def adopt(self, sequence: Sequence) -> int:
-        """A free block for the keys and values of the sequence's first block that is `missing`, which
+    def adopt(self, sequence: Sequence, name: bytes) -> int:
+        """A free block for the keys and values of one of the sequence's blocks that is `missing`, which
         come from elsewhere. It is in the prefix cache from now on, and held by nobody."""
         block_id = self._take()
-        number = len(self.match(sequence))
-        self._offer(self._parent(sequence, number), self._tokens(sequence, number), self._hash(sequence, number), block_id)
+        number = sequence.block_hashes.index(name)
+        self._offer(self._parent(sequence, number), self._tokens(sequence, number), name, block_id)
         self._release(block_id)
         return block_id
 
@@ -138,12 +177,10 @@ class BlockManager:
         them may be full in part only."""
         assert not sequence.block_table and num_tokens < sequence.num_tokens
         for block_id in block_ids:
-            if self.ref_counts[block_id] == 0:
-                del self.evictable[block_id]
-            else:
-                sequence.num_shared_blocks += 1
-            self.ref_counts[block_id] += 1
+            self._hold(sequence, block_id)
         sequence.block_table.extend(block_ids)
+        if sequence.layout is not None:
+            num_tokens = sequence.layout.skip_holes(num_tokens)
         sequence.num_computed_tokens = num_tokens
         sequence.num_committed_blocks = num_tokens // self.block_size
         sequence.has_shared_tail = num_tokens % self.block_size != 0
@@ -194,8 +231,14 @@ class BlockManager:
         return hashes[number]
 
     def _parent(self, sequence: Sequence, number: int) -> bytes:
-        """The hash of the block before the sequence's number-th, or its root."""
-        return self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.cache_salt)
+        """The hash of what the sequence's number-th block goes on from: the block before it, or the
+        root of the sequence, or of a segment."""
+        if number:
+            self._hash(sequence, number - 1)
+        root = prefix_root(self.fingerprint, salt=sequence.cache_salt)
+        if sequence.layout is not None:
+            return sequence.layout.parent(root, sequence.block_hashes, number)
+        return sequence.block_hashes[number - 1] if number else root
 
     def _tokens(self, sequence: Sequence, number: int) -> list[int]:
         return sequence.token_ids[number * self.block_size : (number + 1) * self.block_size]
@@ -230,6 +273,14 @@ class BlockManager:
             return None
         block_id = sequence.block_table[number]
         return number if self.ref_counts[block_id] > 1 or self.block_hashes[block_id] is not None else None
+
+    def _hold(self, sequence: Sequence, block_id: int) -> None:
+        """One more holder of a block that is there."""
+        if self.ref_counts[block_id] == 0:
+            del self.evictable[block_id]
+        else:
+            sequence.num_shared_blocks += 1
+        self.ref_counts[block_id] += 1
 
     def _take(self) -> int:
         if self.empty:

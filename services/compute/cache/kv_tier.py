@@ -97,20 +97,23 @@ class KVTier:
         return self._num_passed_over % TRY_EVERY == 0
 
     def _restore(self, sequence: Sequence, until: float) -> bool:
-        """Read the sequence's blocks, from the first that is missing in memory on. Returns whether
-        that is all that can be done."""
-        while True:
-            missing = self.blocks.missing(sequence)[:READ_AT_ONCE]
-            started_at = time.perf_counter()
-            num_read = self._read(sequence, missing)
-            if num_read:
-                seconds = (time.perf_counter() - started_at) / num_read
-                self._block_read_s = seconds if self._block_read_s is None else self._block_read_s + SMOOTHING * (seconds - self._block_read_s)
-                self.num_tokens_read += num_read * self.blocks.block_size
-            if num_read < READ_AT_ONCE:
-                return True
-            if time.perf_counter() >= until:
-                return False
+        """Read the sequence's blocks that are missing in memory, of each segment up to the first that
+        the file lacks, too. Returns whether that is all that can be done."""
+        started_at: float | None = None
+        for names in self.blocks.missing(sequence):
+            for first in range(0, len(names), READ_AT_ONCE):
+                if started_at is not None and time.perf_counter() >= until:
+                    return False
+                asked = names[first : first + READ_AT_ONCE]
+                started_at = time.perf_counter()
+                num_read = self._read(sequence, asked)
+                if num_read:
+                    seconds = (time.perf_counter() - started_at) / num_read
+                    self._block_read_s = seconds if self._block_read_s is None else self._block_read_s + SMOOTHING * (seconds - self._block_read_s)
+                    self.num_tokens_read += num_read * self.blocks.block_size
+                if num_read < len(asked):
+                    break
+        return True
 
     def _read(self, sequence: Sequence, names: list[bytes]) -> int:
         """Read these blocks of the sequence into the cache, up to the first that is not there. Returns
@@ -123,7 +126,7 @@ class KVTier:
         except OSError as error:
             self._give_up(error)
         if num_read:
-            self.kv_cache.write_blocks([self.blocks.adopt(sequence) for _ in range(num_read)], data[:num_read])
+            self.kv_cache.write_blocks([self.blocks.adopt(sequence, name) for name in names[:num_read]], data[:num_read])
         return num_read
 
     def _write_staged(self) -> None:

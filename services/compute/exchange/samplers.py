@@ -81,7 +81,7 @@ def introduction(active: ActiveRequest, fingerprint: str) -> SequenceIntro:
         gateway_id=active.gateway_id,
         params=sequence.params,
         eos_token_ids=sequence.eos_token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_prompt_tokens=sequence.num_prompt_ids,
         prompt_tail=request.prompt_token_ids[-PROMPT_TAIL:],
         echo_text=request.echo_text,
         num_cached_tokens=sequence.num_cached_tokens,

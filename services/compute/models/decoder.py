@@ -30,6 +30,7 @@ class ForwardBatch:
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
     logit_rows: Tensor  # [R] int64, rising: the tokens whose logits will be asked for
+    block_lens: list[tuple[int, ...]] | None = None  # see AttentionInputs
 
 
 class Rows(Protocol):
@@ -92,7 +93,7 @@ class Decoder:
         """Prepare attention for the batch, the same for every layer. Good until the backend's next
         plan."""
         ropes = self._take_rotary_tables(len(batch.positions))
-        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
+        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens)
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
         self._fill_rotary_tables(ropes, batch.positions)

@@ -135,6 +135,13 @@ class Group:
     rows: Tensor  # [n, queries] int64, of the step's tokens
     positions: Tensor  # [n, queries] int64, of those tokens in their sequences
     block_tables: Tensor  # [n, blocks] int64, padded with any valid block
+    block_lens: Tensor | None  # [n, blocks] int64: of each block, how many of its positions are tokens; None: all
+
+    def are_tokens(self, block_size: int) -> Tensor | bool:
+        """Which positions are tokens, [n, 1, 1, blocks * block_size] bool."""
+        if self.block_lens is None:
+            return True
+        return (torch.arange(block_size, device=self.block_lens.device) < self.block_lens[..., None]).flatten(1)[:, None, None]
 
 
 def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[Group]:
@@ -151,13 +158,18 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
         length = batch.query_lens[each[0][1]]
         contexts = [batch.context_lens[number] for _, number in each]
         width = -(-max(contexts) // block_size)
-        tables = [batch.block_tables[number][:width] for _, number in each]
+        tables, lens = (
+            None if rows is None else torch.tensor([(*rows[number], *(0,) * width)[:width] for _, number in each], device=device)
+            for rows in (batch.block_tables, batch.block_lens)
+        )
+        assert tables is not None
         offsets = torch.arange(length, device=device)
         groups.append(
             Group(
                 torch.tensor([first for first, _ in each], device=device)[:, None] + offsets,
                 torch.tensor(contexts, device=device)[:, None] - length + offsets,
-                torch.tensor([table + (0,) * (width - len(table)) for table in tables], device=device),
+                tables,
+                lens,
             )
         )
     return groups
@@ -180,7 +192,8 @@ class RaggedStep:
         for number, group in enumerate(self.groups):
             keys, values = paged.read(group.block_tables, q.dtype)
             if (rule, number) not in self.masks:
-                self.masks[rule, number] = rule(group.positions, torch.arange(keys.shape[2], device=q.device))
+                seen = rule(group.positions, torch.arange(keys.shape[2], device=q.device))
+                self.masks[rule, number] = seen & group.are_tokens(paged.kv.shape[3])
             found = masked_attention(
                 q[group.rows].transpose(1, 2), keys, values, self.masks[rule, number], scale=form.scale, softcap=form.softcap, sinks=form.sinks
             )

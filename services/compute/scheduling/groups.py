@@ -27,5 +27,6 @@ class Groups:
             return None
         twin = max(able, key=lambda each: each.num_computed_tokens >= each.num_prompt_tokens)
         num_prompt = sequence.num_prompt_tokens
-        is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt] and twin.cache_salt == sequence.cache_salt
+        is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt]
+        is_same = is_same and twin.cache_salt == sequence.cache_salt and twin.layout == sequence.layout
         return twin if is_same else None

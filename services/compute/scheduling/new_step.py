@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from services.compute.batch import BatchRow
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
+from shared.model.segments import Layout
 
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
@@ -37,10 +38,28 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
     sampled = range(num_tokens - 1 - num_drafts, num_tokens) if is_sampled else range(0)
     pooled = sequence.pooled_tokens(first, last)
     first_target, target_ids = (0, ()) if sequence.is_scored else take_targets(sequence, last)
+    token_ids = tuple(sequence.token_ids[first:last])
+    if (layout := sequence.layout) is not None:
+        sequence.num_computed_tokens = layout.skip_holes(last)
+        return segment_row(sequence, layout, token_ids, first, sampled)
     sequence.num_computed_tokens = last
     return BatchRow(
-        sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
+        sequence.handle, token_ids, first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
         first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
+    )  # fmt: skip
+
+
+def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], first: int, sampled: range) -> BatchRow:
+    """The row of some tokens of one segment, from the slot `first` on: its blocks are those of what
+    the segment sees, then its own."""
+    number, size = layout.at(first), layout.block_size
+    seen, start = layout.seen_blocks(number), layout.starts[number]
+    own = range(start // size, -(-(first + len(token_ids)) // size))
+    num_seen = len(seen) * size
+    return BatchRow(
+        sequence.handle, token_ids, num_seen + first - start, tuple([sequence.block_table[each] for each in (*seen, *own)]), sampled,
+        sequence.num_prompt_tokens, position_shift=layout.segments[number].position - num_seen,
+        block_lens=(*[layout.block_lens[each] for each in seen], *[size] * len(own)),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.drafts import Drafting
+from services.compute.scheduling.found_prefixes import FoundPrefixes
 from services.compute.scheduling.groups import Groups
 from services.compute.scheduling.new_step import NewStep, advance
 from services.compute.scheduling.shares import Shares
@@ -82,9 +83,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}  # by handle
         self._num_running: Counter[str] = Counter()  # by tenant
         self.num_preemptions = 0
-        # prompt tokens looked up in the prefix cache, once for each sequence
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0  # those that were found
+        self.prefixes = FoundPrefixes(block_manager)
         self.groups = Groups()
         self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
         self._is_observed = False  # the admission has looked at what runs now
@@ -254,7 +253,8 @@ class Scheduler:
         """The next chunk of each running sequence that is further behind, while the budget lasts.
         Returns what is left of it."""
         for sequence in sorted(behind, key=self.shares.order):
-            num_tokens = min(sequence.num_uncomputed_tokens, budget - self.shares.kept_from(sequence))
+            self.prefixes.reuse(sequence)
+            num_tokens = min(sequence.longest_chunk, budget - self.shares.kept_from(sequence))
             if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, step):
                 step.chunks.append((sequence, num_tokens))
                 budget -= num_tokens
@@ -329,9 +329,10 @@ class Scheduler:
         return max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each)), default=None)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
-        """Whether there are free blocks for the sequence's first chunk now."""
+        """Whether there are free blocks for the sequence's first chunk now; with segments, of which
+        later ones may be found, for all of it."""
         blocks = self.block_manager
-        num_tokens = min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
+        num_tokens = sequence.num_tokens if sequence.layout is not None else min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
@@ -346,26 +347,15 @@ class Scheduler:
             if not sequence.is_scored:
                 sequence.num_scored_tokens, sequence.scored = twin.num_scored_tokens, list(twin.scored)
         else:
-            self._share(sequence, matched)
+            self.prefixes.share(sequence, matched)
         self.groups.join(sequence)
-        if not sequence.has_begun:
-            sequence.has_begun = True
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            self.num_prefix_queries += sequence.num_prompt_tokens
-            self.num_prefix_hits += sequence.num_cached_tokens
-        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        self.prefixes.begun(sequence)
+        num_tokens = min(sequence.longest_chunk, budget)
         last = sequence.num_computed_tokens + num_tokens
         has_grown = self.block_manager.grow(sequence, self.admission.num_tokens_held(sequence, last))
         assert has_grown, "admitted without blocks"
         step.chunks.append((sequence, num_tokens))
         return num_tokens
-
-    def _share(self, sequence: Sequence, matched: list[int]) -> None:
-        """Begin with the blocks that were found, and a part of one more if there is room for a copy."""
-        blocks = self.block_manager
-        end = blocks.match_end(sequence, matched) if blocks.num_free_blocks > blocks.num_blocks_for(sequence.max_num_tokens) + 1 else None
-        block_ids, num_tokens = ([*matched, end[0]], end[1]) if end is not None else (matched, 0)
-        blocks.share(sequence, block_ids, len(matched) * blocks.block_size + num_tokens)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: NewStep) -> bool:
         """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if

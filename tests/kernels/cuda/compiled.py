@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -174,7 +175,8 @@ def launch_all(capability: int) -> None:
             kv, angles = backend.make_kv_layer(64, 16, 8, dim, group=group), torch.ones(71, dim // 2)
             inputs = AttentionInputs([1, 70], [300, 80], [tuple(range(50))] * 2, torch.arange(71), ((angles, angles),))
             norm = torch.ones(dim, dtype=dtype)
-            attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(inputs, 16), window=None, norms=(norm, norm), eps=1e-6)
+            for each in (inputs, replace(inputs, block_lens=[(16,) * 50] * 2)):
+                attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(each, 16), window=None, norms=(norm, norm), eps=1e-6)
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)

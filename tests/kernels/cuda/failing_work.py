@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from bench.gpu import work
 from bench.gpu.cases import Case
+from bench.gpu.check import Check
 from bench.gpu.journal import Found
-from bench.gpu.kernels import Check
 
 
 def good() -> Iterator[Found]:

@@ -6,12 +6,11 @@
 import pytest
 import torch
 
+from bench.gpu.attention_checks import AttentionCase, check_attention, check_holes
+from bench.gpu.check import Check
 from bench.gpu.kernels import (
     FORMS,
-    AttentionCase,
-    Check,
     LinearCase,
-    check_attention,
     check_draws,
     check_linear,
     check_logits,
@@ -68,6 +67,13 @@ def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 2)
     assert has_held(check_attention(CudaBackend(dtype, CPU), case))
+
+
+@pytest.mark.parametrize(("dtype", "last", "group"), [(FLOAT32, 1, 0), (BFLOAT16, 20, 0), (BFLOAT16, 3, 8)])
+def test_attention_over_blocks_that_are_tokens_in_part(dtype: torch.dtype, last: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "RANGE", 64)
+    monkeypatch.setattr(attention_module, "SPLITS", 2)
+    assert has_held(check_holes(CudaBackend(dtype, CPU), Heads(4, 2, 32), (16, 3, 16, 1, 7, 16, 16), last, group))
 
 
 @pytest.mark.parametrize(("dtype", "has_norm"), [(FLOAT32, True), (BFLOAT16, False)])

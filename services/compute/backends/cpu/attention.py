@@ -39,7 +39,8 @@ class NativeAttention:
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
         width = max(-(-context // block_size) for context in inputs.context_lens)
-        tables = self.buffers.fill("block_tables", [block for table in inputs.block_tables for block in table[:width] + (0,) * (width - len(table))])
+        tables = self._table("block_tables", inputs.block_tables, width)
+        lens = None if inputs.block_lens is None else self._table("block_lens", inputs.block_lens, width)
         starts = self.buffers.fill("query_starts", [0, *accumulate(inputs.query_lens)])
         contexts = self.buffers.fill("context_lens", inputs.context_lens)
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
@@ -50,10 +51,15 @@ class NativeAttention:
         )  # fmt: skip
         attention = Attention(
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
-            num_sequences=len(contexts), table_width=width, num_heads=heads.num_heads, head_dim=heads.head_dim,
+            block_lens=pointer(lens), num_sequences=len(contexts), table_width=width, num_heads=heads.num_heads, head_dim=heads.head_dim,
             scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(),
         )  # fmt: skip
-        return NativePlan(rotation, attention, out, inputs.ropes, (starts, contexts, tables, inputs.slot_mapping))
+        kept = (starts, contexts, tables, inputs.slot_mapping, *(() if lens is None else (lens,)))
+        return NativePlan(rotation, attention, out, inputs.ropes, kept)
+
+    def _table(self, name: str, of_blocks: list[tuple[int, ...]], width: int) -> Tensor:
+        """A number of each sequence's blocks, [sequences * width] int64."""
+        return self.buffers.fill(name, [each for row in of_blocks for each in row[:width] + (0,) * (width - len(row))])
 
     def __call__(
         self,

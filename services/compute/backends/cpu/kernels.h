@@ -144,6 +144,7 @@ struct Attention {
   const int64_t* query_starts;     // [num_sequences + 1]: where each sequence's tokens begin
   const int64_t* context_lens;     // [num_sequences]: tokens in the cache, the step's included
   const int64_t* block_tables;     // [num_sequences][table_width]
+  const int64_t* block_lens;       // the same: of each block, how many of its positions are tokens; or null: all
   int64_t num_sequences, table_width;
   int64_t num_heads, head_dim;
   int64_t window;  // how many tokens back each sees, itself included; 0: all

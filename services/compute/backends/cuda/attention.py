@@ -43,6 +43,7 @@ class CudaPlan:
     # [sequences, 2] int64: tokens after the step, and the first token in the step less its position
     contexts: Tensor
     tables: Tensor  # [sequences, width] int64
+    block_lens: Tensor | None  # [sequences, width] int64, see AttentionInputs
     num_tokens: Tensor  # [1] int64: of the step, without padding
     slots: Tensor  # [T] int64
     num_split: int  # tiles whose ranges are divided
@@ -54,9 +55,10 @@ class CudaPlan:
     is_recordable: bool
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Tokens, padding included, and the width of the block tables."""
-        return len(self.out), self.tables.shape[1]
+    def shape(self) -> tuple[int, int, bool]:
+        """Tokens, padding included, the width of the block tables, and whether some blocks are tokens
+        in part only."""
+        return len(self.out), self.tables.shape[1], self.block_lens is not None
 
 
 class CudaAttention:
@@ -105,18 +107,21 @@ class CudaAttention:
         tiles_there, merged_there = (np.array(each, np.int64).reshape(-1, size).T for each, size in (([*split, *chunks], 4), (merged, 2)))
         contexts = np.zeros((num_sequences, 2), np.int64)
         contexts[: len(lens)] = [(context, start - (context - length)) for context, start, length in zip(inputs.context_lens, starts, lens, strict=False)]
-        tables = np.zeros((num_sequences, width), np.int64)
-        for number, (table, context) in enumerate(zip(inputs.block_tables, inputs.context_lens, strict=True)):
-            count = -(-context // block_size)
-            tables[number, :count] = table[:count]
+        of_blocks = [each for each in (inputs.block_tables, inputs.block_lens) if each is not None]
+        tables = np.zeros((len(of_blocks), num_sequences, width), np.int64)
+        for which, rows in enumerate(of_blocks):
+            for number, (row, context) in enumerate(zip(rows, inputs.context_lens, strict=True)):
+                count = -(-context // block_size)
+                tables[which, number, :count] = row[:count]
         filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], tiles_there, merged_there, contexts, tables], axis=None))
         shapes = [(1,), tiles_there.shape, merged_there.shape, contexts.shape, tables.shape]
         pieces = torch.split(filled, [math.prod(shape) for shape in shapes])
         num_tokens_at, tiles_at, merged_at, contexts_at, tables_at = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        lens_at = tables_at[1] if len(of_blocks) > 1 else None
         heads, num_ranges = self.heads, triton.cdiv(width * block_size, RANGE)
         parts = (len(merged), heads.num_heads, num_ranges)
         return CudaPlan(
-            tiles_at, merged_at, contexts_at, tables_at, num_tokens_at, inputs.slot_mapping, len(split), block_size,
+            tiles_at, merged_at, contexts_at, tables_at[0], lens_at, num_tokens_at, inputs.slot_mapping, len(split), block_size,
             out=self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
             parts=self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
             stats=self.buffers.take("attention stats", (*parts, 2), torch.float32),
@@ -158,7 +163,7 @@ class CudaAttention:
         for first, count, splits in ((0, plan.num_split, min(SPLITS, num_ranges)), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
-                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, sinks, plan.out, plan.parts, plan.stats,
+                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, sinks, plan.out, plan.parts, plan.stats,
                     num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
                     **shape, NUM_HEADS=heads.num_heads, SHARING=self.sharing, ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
                     IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,

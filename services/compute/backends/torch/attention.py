@@ -39,6 +39,8 @@ class AttentionInputs:
     block_tables: list[tuple[int, ...]]  # as many blocks as the context needs, at least
     slot_mapping: Tensor  # [T] int64: where each token's K and V go
     ropes: tuple[CosSin, ...]  # a layer names one of them
+    # of each sequence's blocks, how many of their positions are tokens: the others nobody sees. None: all are
+    block_lens: list[tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class PieceGroup:
     rows: Tensor  # [n, tokens] int64, of the step's tokens
     positions: Tensor  # [n, tokens] int64, in their sequences
     block_tables: Tensor  # [n, blocks] int64, whole ranges
-    context_lens: Tensor  # [n] int64
+    block_lens: Tensor  # [n, blocks] int64: of each block, how many of its positions are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,16 @@ class TorchAttention:
 
     def _group(self, pieces: list[Piece], inputs: AttentionInputs, block_size: int) -> PieceGroup:
         device = inputs.slot_mapping.device
-        tables = [inputs.block_tables[piece.sequence][: -(-piece.num_context // block_size)] for piece in pieces]
-        width = max(map(len, tables))
+        context_lens = torch.tensor([[piece.num_context] for piece in pieces], device=device)
+        width = -(-int(context_lens.max()) // block_size)
+        tables = torch.tensor([(*inputs.block_tables[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device)
+        lens = (context_lens - torch.arange(width, device=device) * block_size).clamp(0, block_size)
+        if inputs.block_lens is not None:
+            there = torch.tensor([(*inputs.block_lens[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device)
+            lens = torch.minimum(lens, there)
         rows = torch.tensor([list(piece.rows) for piece in pieces], device=device)
-        context_lens = torch.tensor([piece.num_context for piece in pieces], device=device)
-        positions = context_lens[:, None] - rows.shape[1] + torch.arange(rows.shape[1], device=device)
-        return PieceGroup(rows, positions, torch.tensor([table + (0,) * (width - len(table)) for table in tables], device=device), context_lens)
+        positions = context_lens - rows.shape[1] + torch.arange(rows.shape[1], device=device)
+        return PieceGroup(rows, positions, tables, lens)
 
     def __call__(
         self,
@@ -126,5 +132,5 @@ class TorchAttention:
         write_kv(kv, k, v, inputs.slot_mapping)
         out = torch.empty_like(q)
         for group in plan.groups:
-            out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.positions, group.context_lens, window, self.scores, sinks)
+            out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.block_lens, group.positions, window, self.scores, sinks)
         return out.flatten(1)

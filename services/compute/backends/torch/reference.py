@@ -268,8 +268,8 @@ def paged_attention(
     q: Tensor,
     kv: Tensor,
     block_tables: Tensor,
+    block_lens: Tensor,
     positions: Tensor,
-    context_lens: Tensor,
     window: int | None,
     scores: Scores,
     sinks: Tensor | None = None,
@@ -278,8 +278,8 @@ def paged_attention(
     of each of n sequences.
 
     q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64,
-    padded with any valid block; positions: [n, tokens] int64, of the
-    queries; context_lens: [n] int64: from there on nothing is read; window: how many tokens back
+    padded with any valid block; block_lens: [n, blocks] int64: of each block, how many of its
+    positions are read; positions: [n, tokens] int64, of the queries; window: how many tokens back
     each sees, itself included; sinks: [heads] float32, one more score in each softmax, without a
     value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Returns
     q's shape.
@@ -300,19 +300,21 @@ def paged_attention(
     total = torch.zeros_like(highest)
     out = torch.zeros_like(rows)
     first = 0 if window is None else max(0, int(positions.min()) + 1 - window) // RANGE * RANGE
-    for start in range(first, int(context_lens.max()), RANGE):
+    for start in range(first, int(positions.max()) + 1, RANGE):
         keys = torch.arange(start, start + RANGE, device=q.device)
-        blocks = block_tables[:, (keys // block_size).clamp(max=block_tables.shape[1] - 1)]
+        places = (keys // block_size).clamp(max=block_tables.shape[1] - 1)
+        blocks = block_tables[:, places]
+        is_there = (keys % block_size < block_lens[:, places]) & (keys // block_size == places)
         # [n, kv_heads, RANGE, head_dim]
         k, v = (read_kv(kv[which][blocks, :, keys % block_size], head_dim, torch.float32).float().transpose(1, 2) for which in (0, 1))
-        is_seen = keys <= ends
+        is_seen = is_there[:, None, None] & (keys <= ends)
         if window is not None:
             is_seen &= keys > ends - window
         changed = cap_scores((rows @ k.transpose(2, 3)) * scores.scale, scores.cap).masked_fill(~is_seen, -torch.inf)
         before, highest = highest, torch.maximum(highest, changed.amax(-1, keepdim=True))
         weights, factor = torch.exp(changed - highest), torch.exp(before - highest)
         total = total * factor + weights.sum(-1, keepdim=True)
-        out = out * factor + weights @ v.masked_fill((keys >= context_lens[:, None])[:, None, :, None], 0.0)
+        out = out * factor + weights @ v.masked_fill(~is_there[:, None, :, None], 0.0)
     if sinks is not None:
         sink = F.pad(sinks.view(num_kv_heads, 1, group).expand(-1, num_tokens, -1).flatten(1), (0, rows.shape[2] - num_rows))[None, :, :, None]
         top = torch.maximum(highest, sink)

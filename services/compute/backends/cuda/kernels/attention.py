@@ -128,13 +128,14 @@ def load_cache(
 
 @triton.jit
 def attend_range(
-    q, kv_ptr, kv_scales_ptr, table_ptr, positions, first, last, end, kv_head, kv_stride, block_stride, window, scale, cap,
+    q, kv_ptr, kv_scales_ptr, table_ptr, lens_ptr, positions, first, last, end, kv_head, kv_stride, block_stride, window, scale, cap,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Keys of [first, last), a multiple of KEYS each, of which [0, end) are there. q: [ROWS, DIM];
-    positions: [ROWS]; window: how many each sees, itself included. Returns each row's largest
-    score, sum of weights, and weighted sum of values: [ROWS], [ROWS], [ROWS, DIM] float32."""
+    table, lens: of the sequence, see `attend`; positions: [ROWS]; window: how many each sees,
+    itself included. Returns each row's largest score, sum of weights, and weighted sum of values:
+    [ROWS], [ROWS], [ROWS, DIM] float32."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, DIM], tl.float32)
@@ -143,11 +144,13 @@ def attend_range(
         is_there = keys < end
         blocks_at = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_there, other=0) * block_stride
         offsets = keys % BLOCK_SIZE
+        if lens_ptr is not None:
+            is_there = is_there & (offsets < tl.load(lens_ptr + keys // BLOCK_SIZE, mask=is_there, other=0))
         k = load_cache(kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, DIM)
         scores = dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32)) * scale
         if HAS_CAP:
             scores = tanh(scores / cap) * cap
-        is_seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
+        is_seen = is_there[None, :] & (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -184,9 +187,11 @@ def finished(largest, mass, total, sinks_ptr, head, is_row):
     return total / tl.where(mass == 0.0, 1.0, mass)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_tiles", "table_width", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "table_width", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr", "lens_ptr"]
+)
 def attend(
-    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
+    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
@@ -196,7 +201,8 @@ def attend(
 
     tiles: [4, num_tiles] int64: first token in the step, number of queries (0: padding), sequence,
     the first query's part; contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
-    the step less its position; tables: [sequences, table_width]; sinks: [heads] float32, or None. A tile's rows are its queries
+    the step less its position; tables: [sequences, table_width]; lens: the same, of each block how many
+    of its positions are tokens, or None: all; sinks: [heads] float32, or None. A tile's rows are its queries
     times the SHARING (a power of two) query heads of a KV head. Writes out [T, heads * head_dim],
     or by query and range parts [parts, heads, max_ranges, head_dim] and stats [parts, heads,
     max_ranges, 2] of largest score and mass, float32.
@@ -228,8 +234,9 @@ def attend(
         for number in range(first_seen // RANGE + tl.program_id(2), tl.cdiv(last_seen, RANGE), tl.num_programs(2)):
             first = tl.maximum(number * RANGE, first_seen // KEYS * KEYS)
             last = tl.minimum((number + 1) * RANGE, last_seen)
+            lens = lens_ptr + sequence * table_width if lens_ptr is not None else None
             range_largest, range_mass, range_total = attend_range(
-                q, kv_ptr, kv_scales_ptr, tables_ptr + sequence * table_width, positions, first, last, end, kv_head, kv_stride, block_stride,
+                q, kv_ptr, kv_scales_ptr, tables_ptr + sequence * table_width, lens, positions, first, last, end, kv_head, kv_stride, block_stride,
                 window, scale, cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, ROWS, KEYS, DIM, HAS_CAP,
             )  # fmt: skip
             if IS_SPLIT:

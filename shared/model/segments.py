@@ -1,0 +1,151 @@
+"""Segments: a prompt of parts that do not all see each other.
+
+A segment sees some of those before it, and itself. Its positions are its own: they need not go on
+from the segment before. So its keys and values depend on what it sees and where it stands, and on
+nothing else of the prompt: they are found again in any prompt that has it.
+
+In a KV cache each segment begins a block. The positions that its last block has left are holes,
+which nobody sees. The answer goes on behind the last segment, which sees all.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from shared.model.prefix_hash import block_hash, segment_root
+from shared.process.errors import Invalid
+
+HOLE = -2  # in the place of a token
+# slots: segments begin at multiples of it, whatever the block size, so that the same prompt has the
+# same sums everywhere. Block sizes are its divisors where there are segments
+SEGMENT_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt."""
+
+    num_tokens: int
+    position: int  # of its first token
+    sees: tuple[int, ...] = ()  # segments before it, by number, rising
+
+
+def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
+    """Raises Invalid for what is not the segments of a prompt of so many tokens."""
+    for number, segment in enumerate(segments):
+        is_rising = all(one < other for one, other in zip((-1, *segment.sees), (*segment.sees, number), strict=True))
+        if segment.num_tokens < 1 or segment.position < 0 or not is_rising:
+            raise Invalid(f"segment {number} is empty, before the first position, or sees what is not before it")
+    if segments and (sum(each.num_tokens for each in segments) != num_tokens or len(segments[-1].sees) != len(segments) - 1):
+        raise Invalid("the segments are not the whole prompt, or the last one does not see all")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of segments in a cache of blocks. A slot is a place in the sequence, holes
+    included."""
+
+    segments: tuple[Segment, ...]
+    block_size: int
+
+    def __post_init__(self) -> None:
+        assert self.segments
+        assert SEGMENT_MULTIPLE % self.block_size == 0
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first slot of each segment."""
+        return [0, *accumulate(padded(each.num_tokens) for each in self.segments[:-1])]
+
+    @cached_property
+    def num_holes(self) -> int:
+        return self.starts[-1] - sum(each.num_tokens for each in self.segments[:-1])
+
+    @property
+    def num_slots(self) -> int:
+        """Of the prompt."""
+        return self.starts[-1] + self.segments[-1].num_tokens
+
+    @property
+    def last_position(self) -> int:
+        """Of the prompt's last token: an answer goes on behind it."""
+        return self.segments[-1].position + self.segments[-1].num_tokens - 1
+
+    def at(self, slot: int) -> int:
+        """The number of the segment of a slot."""
+        return bisect_right(self.starts, slot) - 1
+
+    def end(self, number: int) -> int:
+        """The slot behind a segment's last token."""
+        return self.starts[number] + self.segments[number].num_tokens
+
+    def skip_holes(self, slot: int) -> int:
+        """The slot, or the next that is no hole."""
+        number = self.at(slot)
+        is_hole = number < len(self.segments) - 1 and slot >= self.end(number)
+        return self.starts[number + 1] if is_hole else slot
+
+    def num_tokens(self, num_slots: int) -> int:
+        """How many of the first slots are no holes."""
+        number = self.at(num_slots)
+        before = sum(each.num_tokens for each in self.segments[:number])
+        own = num_slots - self.starts[number]
+        return before + (own if number == len(self.segments) - 1 else min(own, self.segments[number].num_tokens))
+
+    def pad(self, token_ids: Sequence[int]) -> list[int]:
+        """The prompt's tokens, with holes."""
+        slots: list[int] = []
+        first = 0
+        for number, segment in enumerate(self.segments):
+            slots.extend([HOLE] * (self.starts[number] - len(slots)))
+            slots.extend(token_ids[first : first + segment.num_tokens])
+            first += segment.num_tokens
+        return slots
+
+    def blocks(self, number: int) -> range:
+        """The blocks of a segment; of the last one those of its prompt."""
+        return range(self.starts[number] // self.block_size, -(-self.end(number) // self.block_size))
+
+    def all_blocks(self, number: int) -> range:
+        """The blocks of a segment that is not the last, holes included."""
+        return range(self.starts[number] // self.block_size, self.starts[number + 1] // self.block_size)
+
+    def num_seen_slots(self, number: int) -> int:
+        """Slots of all that a segment sees."""
+        return sum(self.starts[each + 1] - self.starts[each] for each in self.segments[number].sees)
+
+    def seen_blocks(self, number: int) -> list[int]:
+        """The blocks, by their place in the sequence, of all that a segment sees."""
+        return [block for each in self.segments[number].sees for block in self.all_blocks(each)]
+
+    @cached_property
+    def block_lens(self) -> list[int]:
+        """How many slots of each block before the last segment are no holes."""
+        size = self.block_size
+        return [
+            min(size, max(0, self.end(number) - block * size)) for number in range(len(self.segments) - 1) for block in self.all_blocks(number)
+        ]  # fmt: skip
+
+    def parent(self, root: bytes, hashes: Sequence[bytes], block: int) -> bytes:
+        """The hash of what a block goes on from. hashes: of all blocks before it, at least."""
+        number = self.at(block * self.block_size)
+        if block * self.block_size != self.starts[number]:
+            return hashes[block - 1]
+        segment = self.segments[number]
+        return segment_root(root, segment.position, [hashes[self.all_blocks(each)[-1]] for each in segment.sees])
+
+
+def padded(num_tokens: int) -> int:
+    """The slots of so many tokens that others follow."""
+    return -(-num_tokens // SEGMENT_MULTIPLE) * SEGMENT_MULTIPLE
+
+
+def segment_hashes(root: bytes, token_ids: Sequence[int], layout: Layout) -> list[bytes]:
+    """The hashes of the whole blocks of these tokens, a prompt's first: prefix_hash.py's, of one with
+    segments."""
+    slots, hashes = layout.pad(token_ids), list[bytes]()
+    for start in range(0, len(slots) - layout.block_size + 1, layout.block_size):
+        hashes.append(block_hash(layout.parent(root, hashes, len(hashes)), slots[start : start + layout.block_size]))
+    return hashes
