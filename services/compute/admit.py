@@ -14,6 +14,7 @@ from services.compute.quarantine import Attempts, Quarantine
 from services.compute.sequence import Sequence
 from services.compute.speculation.speculation import Speculation
 from shared.model.dry_breakers import unpack_breakers
+from shared.model.segments import Layout, length_of
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, write_dead_letter
@@ -183,7 +184,10 @@ class Admitter:
 
     def _mistake(self, request: TokenizedRequest) -> RequestError | None:
         """Why this model can't run the request; None: it can."""
-        num_tokens, blocks = len(request.prompt_token_ids) + (request.params.max_tokens or 0), self.scheduler.block_manager
+        length = length_of(request.segments) if request.segments else len(request.prompt_token_ids)
+        num_tokens, blocks = length + (request.params.max_tokens or 0), self.scheduler.block_manager
+        if request.segments and (reason := self.engine.no_segments):
+            return RequestError(f"prompt modules: {reason}", 400, "prompt_modules", "model_not_supported")
         longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)
         if num_tokens > longest:
             return RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens")
@@ -194,7 +198,8 @@ class Admitter:
         return None
 
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
-        prompt = request.prompt_token_ids.tolist()
+        layout = Layout(request.segments, self.scheduler.block_manager.block_size) if request.segments else None
+        prompt = request.prompt_token_ids.tolist() if layout is None else layout.pad(request.prompt_token_ids.tolist())
         # the first token's entry holds them
         params = replace(request.params, prompt_logprobs=None) if logged else request.params
         scheduling = request.scheduling
@@ -213,6 +218,7 @@ class Admitter:
             tenant_id=scheduling.tenant_id,
             dry_breakers=unpack_breakers(request.dry_breakers),
             prediction=request.prediction_token_ids.tolist(),
+            layout=layout,
             embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
 

@@ -30,6 +30,7 @@ from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
+from shared.model.segments import SEGMENT_MULTIPLE
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings, split_place
 from shared.process.telemetry import get_logger
@@ -53,6 +54,7 @@ class Engine:
     pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
+    no_segments: str  # why it takes no prompts of segments; empty: it does
     speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
     proposers: tuple[Proposer, ...]  # those of them that have weights
     tier: KVTier | None  # of the prefix cache, with --kv-disk
@@ -180,6 +182,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         scheduler, runner, tier=tier,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
+        no_segments=refuse_segments(model, settings.block_size),
         speculators=speculators, proposers=(
             *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
             *(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
@@ -187,6 +190,13 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
+
+
+def refuse_segments(model: Model, block_size: int) -> str:
+    """Why no prompts of segments run here; empty: they do."""
+    if not model.takes_segments:
+        return f"{model.implementation} attends in its own code, which takes none"
+    return f"--block-size {block_size} does not divide {SEGMENT_MULTIPLE}" if SEGMENT_MULTIPLE % block_size else ""
 
 
 def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:

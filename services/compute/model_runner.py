@@ -45,6 +45,11 @@ class Model(Protocol):
         ...
 
     @property
+    def takes_segments(self) -> bool:
+        """Whether it passes over holes, and rotates tokens to any positions."""
+        ...
+
+    @property
     def is_row_invariant(self) -> bool:
         """Whether a token's bits are the same alone and beside others of its sequence."""
         ...

@@ -26,6 +26,7 @@ from services.gateway.api.openai.render import router as render
 from services.gateway.api.openai.routes import router
 from services.gateway.api.openai.tokens import router as tokens_router
 from services.gateway.api.pooling.routes import router as pooling
+from services.gateway.api.prompt_modules import router as prompt_modules
 from services.gateway.api.responses.routes import router as responses
 from services.gateway.bodies import BODIES
 from services.gateway.console.pages import add_playground
@@ -119,6 +120,7 @@ def add_routes(app: FastAPI) -> None:
     app.include_router(invocations)
     app.include_router(pooling)
     app.include_router(responses)
+    app.include_router(prompt_modules)
     app.include_router(files)
     app.include_router(batches)
     app.include_router(anthropic)

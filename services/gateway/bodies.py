@@ -19,6 +19,7 @@ from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBod
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
 from services.requests.helpers.worker import run_worker
+from services.requests.modules.schemas import PromptModulesBody
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.responses.schemas import ResponseBody
@@ -40,6 +41,7 @@ BODIES: tuple[type[Body], ...] = (
     LlamaEmbeddingBody,
     ResponseBody,
     BatchBody,
+    PromptModulesBody,
     MessagesBody,
     CountTokensBody,
     MessageBatchBody,

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.context import RequestContext
+from services.requests.modules.store import ModuleStore
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.parsing.answer import HARMONY, REASONING, TOOL_CALLS
@@ -18,6 +19,7 @@ from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest, SchedulingParams
+from shared.wire.prompt_modules import PromptModule
 from shared.wire.replica import Replica
 
 
@@ -31,6 +33,7 @@ async def prepare_completion(
     constraint = prepared.constraint if prepared is not None else None
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
+    modules = await modules_for(context, body, model)
     record = make_record(
         kind, body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
         num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
@@ -46,6 +49,7 @@ async def prepare_completion(
                 request_id, gateway_id, model, own,
                 prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
                 scheduling=body.scheduling(now, f"{record.response_id}.{index // record.n}"), constraint=constraint, encoding=body.encoding(),
+                modules=modules,
             )
         )  # fmt: skip
     return record, requests
@@ -66,6 +70,13 @@ async def constraint_for(context: RequestContext, constraint: Constraint | None)
     if not context.grammars.knows(constraint):
         await context.admission.charge_request(context.caller)
     return await context.while_wanted(context.grammars.check(constraint, context.tenant.tenant_id))
+
+
+async def modules_for(context: RequestContext, body: GenerateBody, model: str) -> tuple[PromptModule, ...]:
+    """The prompt modules that the body uses. Raises Invalid."""
+    if body.prompt_modules is None:
+        return ()
+    return await ModuleStore(context.client).take(context.tenant.tenant_id, model, body.prompt_modules)
 
 
 def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
@@ -94,6 +105,7 @@ async def prepare_chat(
     constraint = prepared.constraint if prepared is not None else None
     if constraint is not None and parsing.reasoning:
         constraint = after_thought(constraint, parsing.reasoning, may_think=body.may_think)
+    modules = await modules_for(context, body, model)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
@@ -108,7 +120,7 @@ async def prepare_chat(
         GenerateRequest(
             request_id, gateway_id, model, own,
             messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options, encoding=body.encoding(),
-            prediction=body.prediction.content if body.prediction is not None else "",
+            prediction=body.prediction.content if body.prediction is not None else "", modules=modules,
         )
         for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
     ]  # fmt: skip

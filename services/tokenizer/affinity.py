@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.model.prefix_hash import HINT_BYTES, prefix_hashes, prefix_root
+from shared.model.segments import SEGMENT_MULTIPLE, Layout, segment_hashes
 from shared.wire.entries import GroupReader
 from shared.wire.line import Pipeline
 from shared.wire.messages import TokenizedRequest
@@ -38,7 +39,7 @@ class Question:
     prompt: int
     replica: Replica
     names: list[bytes]
-    num_tokens: list[int]  # up to the end of each of these blocks
+    ends: list[tuple[int, int]]  # the segment of each of these blocks, and its tokens up to the block's end
 
 
 class Affinity:
@@ -74,8 +75,10 @@ class Affinity:
         num_held = Counter({each["name"].decode(): int(each["pending"]) for each in pending["consumers"]})
         found: dict[int, list[tuple[Replica, int]]] = {}
         for question, reply in zip(questions, replies, strict=True):
-            longest = max((count for count, is_there in zip(question.num_tokens, reply, strict=True) if is_there), default=0)
-            found.setdefault(question.prompt, []).append((question.replica, longest))
+            longest: dict[int, int] = {}
+            for (segment, count), is_there in zip(question.ends, reply, strict=True):
+                longest[segment] = max(longest.get(segment, 0), count if is_there else 0)
+            found.setdefault(question.prompt, []).append((question.replica, sum(longest.values())))
         return [best_of(found.get(number, []), num_held) for number in range(len(prompts))]
 
 
@@ -105,15 +108,31 @@ def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named
     """Questions about a prompt: its last token is computed anyway. named: hashes of blocks, which are
     the same for replicas with equal fingerprints and for the choices of one prompt."""
     questions = []
-    token_ids, salt = prompt.prompt_token_ids[:-1], prompt.scheduling.cache_salt
     for replica in replicas:
-        size = replica.block_size
-        if (key := (replica.kv_fingerprint, size, salt, token_ids.tobytes())) not in named:
-            named[key] = prefix_hashes(prefix_root(replica.kv_fingerprint, salt=salt), token_ids.tolist(), size)
-        hashes = named[key]
+        if prompt.segments and SEGMENT_MULTIPLE % replica.block_size:
+            continue
+        layout = Layout(prompt.segments, replica.block_size) if prompt.segments else None
+        hashes = hashes_of(prompt, replica, layout, named)
         if not hashes:
             continue
         step = -(-len(hashes) // MAX_ASKED)
         asked = range(len(hashes) - 1, -1, -step)
-        questions.append(Question(number, replica, [hashes[each][:HINT_BYTES] for each in asked], [(each + 1) * size for each in asked]))
+        ends = [(0, (each + 1) * replica.block_size) if layout is None else segment_end(layout, each) for each in asked]
+        questions.append(Question(number, replica, [hashes[each][:HINT_BYTES] for each in asked], ends))
     return questions
+
+
+def hashes_of(prompt: TokenizedRequest, replica: Replica, layout: Layout | None, named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[bytes]:
+    """The hashes of the prompt's whole blocks, as the replica names them."""
+    token_ids, salt, size = prompt.prompt_token_ids[:-1], prompt.scheduling.cache_salt, replica.block_size
+    key = (replica.kv_fingerprint, size, salt, token_ids.tobytes() + repr(prompt.segments).encode())
+    if key not in named:
+        root = prefix_root(replica.kv_fingerprint, salt=salt)
+        named[key] = prefix_hashes(root, token_ids.tolist(), size) if layout is None else segment_hashes(root, token_ids.tolist(), layout)
+    return named[key]
+
+
+def segment_end(layout: Layout, block: int) -> tuple[int, int]:
+    """The segment of a block, and how many of the segment's tokens are up to the block's end."""
+    number = layout.at(block * layout.block_size)
+    return number, min(layout.segments[number].num_tokens, (block + 1) * layout.block_size - layout.starts[number])

@@ -7,18 +7,19 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers.decoders import DecodeStream
 
 from services.tokenizer.answers import Answer, describe, detokenized, rendered_prompt, tokenized
 from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
-from services.tokenizer.prepared import Prepared
+from services.tokenizer.modules import PARAM, join, with_place
+from services.tokenizer.offsets import offsets_of
+from services.tokenizer.prepared import Prepared, head_of
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
 from shared.model.arrays import Array
 from shared.model.context_length import context_exceeded, context_far_exceeded
 from shared.model.files import ModelFiles
-from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
+from shared.model.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from shared.model.token_table import TokenTable
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
@@ -71,6 +72,7 @@ class Encoder:
         chats: list[tuple[Prepared, Conversation]] = []
         for each in prepared:
             try:
+                each.request = with_place(each.request)
                 if each.request.messages is not None:
                     chats.append((each, self._marked(each.request, Conversation(each.request.messages, each.request.chat))))
                 elif (marked := self._marked(each.request, each.text)) is not None and marked != each.text:
@@ -85,10 +87,14 @@ class Encoder:
 
     def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
         """Encode requests that `prepare` has returned. Returns what `encode` does."""
+        heads = [head_of(each) for each in prepared]
         for each in prepared:
             if each.error is None and each.text is not None:
                 self._bound(each, each.text, max_model_len)
-        self._encode_texts([each for each in prepared if each.error is None and each.text is not None], max_model_len)
+        self._encode_texts([each for each in (*prepared, *heads) if each is not None and each.error is None and each.text is not None], max_model_len)
+        for each, head in zip(prepared, heads, strict=True):
+            if each.error is None and each.request.modules:
+                self._place_modules(each, head)
         return [self._finish(each, max_model_len) for each in prepared]
 
     def _marked(self, request: GenerateRequest, value: T) -> T:
@@ -208,11 +214,35 @@ class Encoder:
         if prepared.error is not None:
             return prepared.error
         try:
-            return self._finished(prepared.request, prepared.text, prepared.token_ids, max_model_len)
+            return self._finished(prepared, prepared.request, prepared.text, prepared.token_ids, max_model_len)
         except Invalid as error:
             return error
 
-    def _finished(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int) -> TokenizedRequest | Answer:
+    def _place_modules(self, prepared: Prepared, head: Prepared | None) -> None:
+        """Put the request's modules between what stands before them, and behind. head: of a
+        conversation; of a prompt special tokens stand before them."""
+        token_ids = prepared.token_ids
+        try:
+            if head is not None and head.error is not None:
+                raise head.error
+            count = len(self.beginning) if token_ids[: len(self.beginning)].tolist() == self.beginning.tolist() else 0
+            before, behind = (token_ids[:count], token_ids[count:]) if head is None else (head.token_ids, token_ids)
+            prepared.token_ids, prepared.segments = join(prepared.request, before, behind, self._encode_as_text)
+        except Invalid as error:
+            prepared.error = error
+
+    def _encode_as_text(self, text: str) -> Array:
+        """A text's tokens; special tokens that are spelt in it are text. Raises Invalid."""
+        prepared = Prepared(GenerateRequest("", None, "", SamplingParams()), text)
+        if self.special_tokens.are_spelled_in(text):
+            self._encode_marked(prepared, MarkedText(self.special_tokens.mark(text)), PARAM, add_special_tokens=False)
+        else:
+            self._encode_plain([prepared], PARAM, add_special_tokens=False)
+        if prepared.error is not None:
+            raise prepared.error
+        return prepared.token_ids
+
+    def _finished(self, prepared: Prepared, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int) -> TokenizedRequest | Answer:
         """The request with its tokens, or the answer to it. Raises Invalid."""
         opening = self._opening(request, text)
         if request.task != "generate":
@@ -221,7 +251,7 @@ class Encoder:
         if len(kept) < len(token_ids) or isinstance(text, MarkedText):
             text, token_ids = None, kept
         params = request.params
-        max_tokens = self._check(request, token_ids, max_model_len)
+        max_tokens = self._check(request, token_ids, prepared.length, max_model_len)
         bad_words = self._spell_bad_words(params.bad_words)
         echo_text = (text if text is not None else self._decode(token_ids)) if request.echo else opening
         wants_offsets = request.echo and params.prompt_logprobs is not None
@@ -236,12 +266,13 @@ class Encoder:
             echo_text=echo_text,
             created_at=request.created_at,
             scheduling=request.scheduling,
-            echo_offsets=self._offsets(request, text, token_ids) if wants_offsets else np.zeros(0, np.int32),
+            echo_offsets=offsets_of(self.tokenizer, request, text, token_ids) if wants_offsets else np.zeros(0, np.int32),
             constraint=request.constraint if opening is None or request.constraint is None else dataclasses.replace(request.constraint, thought_begin=""),
             dry_breakers=self.breakers.pack(params.dry.sequence_breakers) if params.dry is not None else np.zeros(0, np.int32),
             embedding=request.embedding,
             traceparent=request.traceparent,
             prediction_token_ids=self._prediction(request, max_model_len),
+            segments=prepared.segments,
         )
 
     def _prediction(self, request: GenerateRequest, max_model_len: int) -> Array:
@@ -304,12 +335,22 @@ class Encoder:
     @cached_property
     def ending(self) -> Array:
         """The special tokens that the tokenizer puts at every text's end, such as [SEP]."""
+        return self._shared_by_texts(-1)[::-1]
+
+    @cached_property
+    def beginning(self) -> Array:
+        """The special tokens that it puts at every text's beginning, such as a BOS."""
+        return self._shared_by_texts(1)
+
+    def _shared_by_texts(self, step: int) -> Array:
+        """The tokens that an empty text and another have in common, from the beginning on, or from
+        the end."""
         try:
-            empty, word = self._encode_batch(["", "a"], "input", add_special_tokens=True)
+            empty, word = (each[::step] for each in self._encode_batch(["", "a"], "input", add_special_tokens=True))
         except Invalid:
             return np.zeros(0, np.int32)
-        num_shared = next((count for count, pair in enumerate(zip(empty[::-1], word[::-1], strict=False)) if pair[0] != pair[1]), len(empty))
-        return empty[len(empty) - num_shared :]
+        num_shared = next((count for count, pair in enumerate(zip(empty, word, strict=False)) if pair[0] != pair[1]), len(empty))
+        return empty[:num_shared]
 
     def _decode(self, token_ids: Array, *, skips_special: bool = False) -> str:
         try:
@@ -317,35 +358,12 @@ class Encoder:
         except Exception as error:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
-    def _offsets(self, request: GenerateRequest, text: str | None, token_ids: Array) -> Array:
-        """The offset of each token in the text that is echoed; None: the text is decoded. What the
-        text lacks, as a BOS, begins where the next one does."""
-        if text is None:
-            return self._decoded_offsets(token_ids.tolist())
-        offsets, end, adds = [], 0, request.encoding.add_special_tokens is not False
-        for begin, own_end in self.tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
-            # less than the end: a part of a character; more: of some, spaces are cut off
-            offsets.append(end if begin == own_end else min(begin, end))
-            end = max(end, own_end)
-        return np.array(offsets, np.int32)
-
-    def _decoded_offsets(self, token_ids: list[int]) -> Array:
-        """Offsets of the tokens in their text, special ones included."""
-        stream, offsets, end = DecodeStream(skip_special_tokens=False), [], 0
-        for token_id in token_ids:
-            offsets.append(end)
-            try:
-                end += len(stream.step(self.tokenizer.backend_tokenizer, token_id) or "")
-            except Exception as error:  # bare, from Rust
-                raise Invalid(f"the prompt's tokens can't be made text one by one: {error}", param="prompt") from None
-        return np.array(offsets, np.int32)
-
-    def _check(self, request: GenerateRequest, token_ids: Array, max_model_len: int) -> int:
+    def _check(self, request: GenerateRequest, token_ids: Array, length: int, max_model_len: int) -> int:
         """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer
         that gets there ends with `length`.
 
         Many agents always ask for more than a small model has. Raises Invalid for a prompt that
-        leaves no room at all.
+        leaves no room at all. length: of the prompt.
         """
         params, n, field = request.params, len(token_ids), field_of(request)
         if n == 0:
@@ -360,9 +378,9 @@ class Encoder:
         dimensions = request.embedding.dimensions if request.embedding is not None else None
         if dimensions is not None and not self.can_shorten(dimensions):
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
-        num_left = max_model_len - n
+        num_left = max_model_len - length
         if (least := 0 if params.max_tokens == 0 else 1) > num_left:
-            raise context_exceeded(field, max_model_len, n, least)
+            raise context_exceeded(field if n + least > max_model_len or n == length else PARAM, max_model_len, length, least)
         if params.min_tokens > (max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.tokenizer.chat_template import Slow
+from services.tokenizer.modules import split
 from shared.model.arrays import Array
+from shared.model.segments import Segment, length_of
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 
@@ -17,6 +19,7 @@ class Prepared:
     request: GenerateRequest
     text: str | None = None  # to be encoded; None: the request brought token ids
     token_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [n] int32
+    segments: tuple[Segment, ...] = ()  # of the tokens, if the prompt has modules
     error: Invalid | None = None  # it ends with this
     is_slow: bool = False  # its chat template takes long: it is to be rendered beside the loop
 
@@ -24,6 +27,11 @@ class Prepared:
     def of(cls, request: GenerateRequest) -> "Prepared":
         """Begin with the text or the token ids that the request brought."""
         return cls(request, request.prompt) if request.prompt_token_ids is None else cls(request, request.prompt, request.prompt_token_ids)
+
+    @property
+    def length(self) -> int:
+        """The part of the longest sequence that the prompt takes, in tokens."""
+        return length_of(self.segments) if self.segments else len(self.token_ids)
 
     def take(self, rendered: str | Invalid | Slow) -> None:
         """The outcome of a chat template."""
@@ -33,3 +41,16 @@ class Prepared:
             self.error = rendered
         else:
             self.text = rendered
+
+
+def head_of(prepared: Prepared) -> Prepared | None:
+    """The part of a conversation that stands before its modules, if it has some; `prepared` keeps what
+    is behind them."""
+    if not prepared.request.modules or prepared.request.messages is None or prepared.text is None or prepared.error is not None:
+        return None
+    try:
+        before, prepared.text = split(prepared.text)
+    except Invalid as error:
+        prepared.error = error
+        return None
+    return Prepared(prepared.request, before)

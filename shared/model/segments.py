@@ -65,12 +65,12 @@ class Layout:
 
     @property
     def num_slots(self) -> int:
-        """Of the prompt."""
+        """The slots of the prompt."""
         return self.starts[-1] + self.segments[-1].num_tokens
 
     @property
     def last_position(self) -> int:
-        """Of the prompt's last token: an answer goes on behind it."""
+        """The position of the prompt's last token: an answer goes on behind it."""
         return self.segments[-1].position + self.segments[-1].num_tokens - 1
 
     def at(self, slot: int) -> int:
@@ -135,6 +135,13 @@ class Layout:
             return hashes[block - 1]
         segment = self.segments[number]
         return segment_root(root, segment.position, [hashes[self.all_blocks(each)[-1]] for each in segment.sees])
+
+
+def length_of(segments: Sequence[Segment]) -> int:
+    """The part of the longest sequence that a prompt takes: its slots, or its positions, if they
+    reach further."""
+    slots = sum(padded(each.num_tokens) for each in segments[:-1]) + segments[-1].num_tokens
+    return max(slots, *(each.position + each.num_tokens for each in segments))
 
 
 def padded(num_tokens: int) -> int:

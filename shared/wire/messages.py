@@ -20,9 +20,11 @@ from shared.model.arrays import Float32Array, Float64Array, Int32Array, UInt8Arr
 from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
+from shared.model.segments import Segment, check_segments
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
+from shared.wire.prompt_modules import PromptModule
 from shared.wire.replica import Replica
 from shared.wire.views import ComputeView
 
@@ -132,6 +134,8 @@ class GenerateRequest:
     # for an embedding: a second text after the prompt; the model's tokenizer joins the two
     pair: str | None = None
     prediction: str = ""  # the answer, as the client expects it
+    # stand at the beginning of the prompt, or of the first user's message
+    modules: tuple[PromptModule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +161,10 @@ class TokenizedRequest:
     tokenized_at: float = 0.0  # wall clock, s
     # the answer, as the client expects it; empty: it expects nothing
     prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    segments: tuple[Segment, ...] = ()  # of the prompt; empty: each token sees all before it
 
     def __post_init__(self) -> None:
+        check_segments(self.segments, len(self.prompt_token_ids))
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
             raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
         unpack_breakers(self.dry_breakers)

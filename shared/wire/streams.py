@@ -195,6 +195,16 @@ def uploads_key(owner: str) -> str:
     return f"uploads:{owner}"
 
 
+def module_set_key(owner: str, set_id: str) -> str:
+    """A set of prompt modules, a hash: what it is, and each module's tokens. Gateway → gateway, jobs. Lives 30 days past its last use."""
+    return f"module-set:{owner}/{set_id}"
+
+
+def module_sets_key(owner: str) -> str:
+    """An owner's sets of prompt modules: a sorted set of "<bytes>/<set>" by the time of their last use; gateway, jobs. Lives 30 days past the last use."""
+    return f"module-sets:{owner}"
+
+
 def batch_key(batch_id: str) -> str:
     """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both. Lives 31 days."""
     return f"batch:{batch_id}"

@@ -53,7 +53,7 @@ PROMPTS = [
 
 
 def mask_of(segments: Sequence[Segment], num_tokens: int) -> torch.Tensor:
-    """Who sees whom, from the definition: [num_tokens, num_tokens] bool; the last segment goes on."""
+    """The mask, from the definition: [num_tokens, num_tokens] bool; the last segment goes on."""
     owners = [number for number, segment in enumerate(segments) for _ in range(segment.num_tokens)]
     owners += [len(segments) - 1] * (num_tokens - len(owners))
     sees = torch.tensor([[owner == other or other in segments[owner].sees for other in owners] for owner in owners])

@@ -49,7 +49,7 @@ class ModelWeights:
 
 class Decoder:
     implementation = "native"
-    splits_prompts = True
+    splits_prompts = takes_segments = True
     is_row_invariant = True
     longest_text = None
 

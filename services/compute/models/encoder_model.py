@@ -36,7 +36,7 @@ class EncoderModel:
     """An AutoModel as an executor."""
 
     implementation = "transformers (encoder)"
-    splits_prompts = False
+    splits_prompts = takes_segments = False
     taps = None
     is_row_invariant = False
 

@@ -67,7 +67,7 @@ class TransformersModel:
         self.backend = backend
         # of the layers that have K and V, by the library's numbers for them
         self.shapes = dict(sorted(shapes.items()))
-        self.is_ragged = is_ragged
+        self.is_ragged = self.takes_segments = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
         self._logit_rows = torch.zeros(0, dtype=torch.int64)  # of the last step
         # of the last step, pass by pass: the hidden states [1, tokens, hidden] of which its logits

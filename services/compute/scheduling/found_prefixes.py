@@ -35,7 +35,7 @@ class FoundPrefixes:
                 self._count(sequence, num_computed)
 
     def _count(self, sequence: Sequence, num_computed: int) -> None:
-        """What was found beyond so many slots."""
+        """Count the tokens that were found beyond so many slots."""
         first, last = (min(each, sequence.num_prompt_tokens) for each in (num_computed, sequence.num_computed_tokens))
         num_found = last - first if sequence.layout is None else sequence.layout.num_tokens(last) - sequence.layout.num_tokens(first)
         sequence.num_cached_tokens += num_found

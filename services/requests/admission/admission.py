@@ -243,7 +243,8 @@ def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
 def estimate_prompt(request: GenerateRequest) -> int:
     """Tokens of the prompt, by its length in bytes, for the gateway has no tokenizer."""
     ids = request.prompt_token_ids
-    return len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1
+    num_given = sum(len(part.token_ids) + part.max_tokens for module in request.modules for part in module.parts)
+    return num_given + (len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1)
 
 
 def estimate_output(request: GenerateRequest, registry: Registry) -> int:

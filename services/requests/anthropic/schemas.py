@@ -6,8 +6,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.anthropic.blocks import MESSAGES_SCHEMA, SYSTEM_SCHEMA, Json, read_messages, read_system
 from services.requests.bodies.body import ANYTHING, Body
-from services.requests.bodies.fields import at_most
-from services.requests.neutral.messages import MAX_NAME
+from services.requests.bodies.fields import MAX_NAME, at_most
 from services.requests.neutral.schemas import MAX_USER, description_of
 from shared.model.sampling_params import MAX_STOP_STRINGS
 

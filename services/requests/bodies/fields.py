@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from services.requests.bodies.ignored import tell_others
 
+MAX_NAME = 256  # characters of a model's, a speaker's or a function's name, or of an id
 MAX_INPUTS = 2048  # of embeddings, in one request
 
 MAX_SEQUENCES = 128  # prompts times n, in one request

@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body
-from services.requests.bodies.fields import MAX_INPUTS, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids
+from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids
 from services.requests.bodies.ignored import tell_others
-from services.requests.neutral.messages import MAX_NAME, Message
+from services.requests.neutral.messages import Message
 from services.requests.neutral.schemas import (
     MAX_DEADLINE_S,
     MAX_MESSAGES,

@@ -8,12 +8,11 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, mod
 from pydantic_core import PydanticCustomError
 
 from services.requests.bodies.body import OF_CALLS, OF_MESSAGES, Body
-from services.requests.bodies.fields import CONTENT_SCHEMA, at_most, join_parts, kind_of
+from services.requests.bodies.fields import CONTENT_SCHEMA, MAX_NAME, at_most, join_parts, kind_of
 from services.requests.parsing.answer import INPUT
 from shared.wire.messages import ChatMessage, ToolCall
 
 MAX_TOOL_CALLS = 128
-MAX_NAME = 256  # characters of a model's, a speaker's or a function's name, or of an id
 
 
 def read_arguments(value: Any) -> str:

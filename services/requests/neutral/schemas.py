@@ -12,9 +12,10 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
-from services.requests.bodies.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
+from services.requests.bodies.fields import MAX_NAME, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
+from services.requests.modules.schemas import UsedModules
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
-from services.requests.neutral.messages import MAX_NAME, Message, Prediction
+from services.requests.neutral.messages import Message, Prediction
 from services.requests.neutral.stream_options import StreamOptions
 from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
 from shared.model.constraint import Constraint
@@ -117,6 +118,7 @@ class GenerateBody(Body):
     timings_per_token: bool = Field(False, description="llama.cpp's: the answer and each chunk have timings; not of batches")
     cache_salt: str = Field("", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes")
     prompt_cache_key: str = Field("", max_length=256, description="the same as cache_salt; with both, requests with the same pair share")
+    prompt_modules: UsedModules | None = Field(None, description="modules at the beginning of the prompt, or of the first user's message; see UsedModules")
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
 
     @model_validator(mode="after")
@@ -138,6 +140,8 @@ class GenerateBody(Body):
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for
         each choice later."""
+        if self.prompt_modules is not None:
+            self.prompt_modules.check_beside(self)
         if self.stream_options is not None and not self.stream:
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
         self._check_choices()

@@ -5,9 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import OF_OTHER_SERVERS, REFUSED, Body, Table
-from services.requests.bodies.fields import at_most
+from services.requests.bodies.fields import MAX_NAME, at_most
 from services.requests.bodies.ignored import tell
-from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_USER, description_of
 from services.requests.responses.items import INPUT_SCHEMA, Json, read_input
 from shared.model.sampling_params import SamplingParams

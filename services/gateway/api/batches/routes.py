@@ -18,9 +18,9 @@ from services.gateway.http.docs import takes
 from services.gateway.http.lists import page_of
 from services.gateway.telemetry.traces import current_root
 from services.requests.batches.store import Batch, BatchRecord
+from services.requests.bodies.fields import MAX_NAME
 from services.requests.client import redis_errors_as_503
 from services.requests.files.storage import Storage
-from services.requests.neutral.messages import MAX_NAME
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.streams import FILE_TTL_S

@@ -5,8 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
-from services.requests.bodies.fields import MAX_INPUTS, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids
-from services.requests.neutral.messages import MAX_NAME
+from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids
 from services.requests.neutral.schemas import MAX_USER, description_of
 from shared.model.sampling_params import MAX_LOGIT_BIAS
 from shared.process.errors import Invalid

@@ -7,9 +7,8 @@ import orjson
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
-from services.requests.bodies.fields import MAX_INPUTS, MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
+from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
 from services.requests.bodies.ignored import tell_others
-from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_MESSAGES
 from shared.process.errors import Invalid
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import Body
-from services.requests.bodies.fields import TokenIds, at_most, read_token_ids
-from services.requests.neutral.messages import MAX_NAME, Message
+from services.requests.bodies.fields import MAX_NAME, TokenIds, at_most, read_token_ids
+from services.requests.neutral.messages import Message
 from services.requests.neutral.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody, description_of
 from services.requests.neutral.tools import Tools, check_depth
 from shared.model.sampling_params import MAX_TOKENS

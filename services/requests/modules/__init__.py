@@ -1,0 +1,1 @@
+"""Prompt modules: texts that prompts are put together from, each with a place of its own."""
