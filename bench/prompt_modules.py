@@ -172,9 +172,9 @@ def measure_quality(args: argparse.Namespace) -> dict[str, Any]:
                 sums[kind][way] = [sums[kind][way][0] + total, sums[kind][way][1] + num_likeliest, sums[kind][way][2] + num_last]
     found: dict[str, Any] = {}
     for kind, ways in sums.items():
-        for way, (total, num_likeliest, count) in ways.items():
-            found[f"{kind}, {way}"] = {"perplexity": math.exp(-total / count), "likeliest": num_likeliest / count}
-            print(f"{kind:13} {way:12} perplexity {math.exp(-total / count):8.2f}   likeliest {num_likeliest / count:.3f}", flush=True)
+        for way, (logs, right, count) in ways.items():
+            found[f"{kind}, {way}"] = {"perplexity": math.exp(-logs / count), "likeliest": right / count}
+            print(f"{kind:13} {way:12} perplexity {math.exp(-logs / count):8.2f}   likeliest {right / count:.3f}", flush=True)
     return found
 
 

@@ -20,6 +20,7 @@ from shared.model.arrays import Array
 from shared.model.context_length import context_exceeded, context_far_exceeded
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
+from shared.model.segments import length_of
 from shared.model.token_table import TokenTable
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
@@ -251,7 +252,8 @@ class Encoder:
         if len(kept) < len(token_ids) or isinstance(text, MarkedText):
             text, token_ids = None, kept
         params = request.params
-        max_tokens = self._check(request, token_ids, prepared.length, max_model_len)
+        length = length_of(prepared.segments) if prepared.segments else len(token_ids)
+        max_tokens = self._check(request, token_ids, length, max_model_len)
         bad_words = self._spell_bad_words(params.bad_words)
         echo_text = (text if text is not None else self._decode(token_ids)) if request.echo else opening
         wants_offsets = request.echo and params.prompt_logprobs is not None

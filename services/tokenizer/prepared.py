@@ -7,7 +7,7 @@ import numpy as np
 from services.tokenizer.chat_template import Slow
 from services.tokenizer.modules import split
 from shared.model.arrays import Array
-from shared.model.segments import Segment, length_of
+from shared.model.segments import Segment
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 
@@ -27,11 +27,6 @@ class Prepared:
     def of(cls, request: GenerateRequest) -> "Prepared":
         """Begin with the text or the token ids that the request brought."""
         return cls(request, request.prompt) if request.prompt_token_ids is None else cls(request, request.prompt, request.prompt_token_ids)
-
-    @property
-    def length(self) -> int:
-        """The part of the longest sequence that the prompt takes, in tokens."""
-        return length_of(self.segments) if self.segments else len(self.token_ids)
 
     def take(self, rendered: str | Invalid | Slow) -> None:
         """The outcome of a chat template."""

@@ -91,7 +91,7 @@ def test_special_tokens_that_an_argument_spells_are_text() -> None:
         ({"messages": (ChatMessage("user", f"What is {PLACE}?"),)}, "messages", "can't hold the word"),
         ({"messages": None, "prompt": ""}, "prompt", "nothing follows"),
         ({"modules": (replace(TRIP, parts=(replace(TRIP.parts[1], max_tokens=1),)),)}, "prompt_modules", "has room for 1"),
-        ({"modules": (replace(LONG, end=600),)}, "messages", "maximum context length"),
+        ({"modules": (replace(LONG, end=600),)}, "prompt_modules", "maximum context length"),
     ],
 )
 def test_what_is_refused(change: dict[str, object], param: str, message: str) -> None:
