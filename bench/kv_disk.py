@@ -1,8 +1,9 @@
-"""The worth of --kv-disk: the time to the first token of a long prompt, computed, found in memory, and found on the disk by a restarted compute stage; and the
-rate of requests whose prefixes do not fit in memory together.
+"""The worth of --kv-disk: the time to the first token of a long prompt, computed, found in memory, found on the disk by a restarted compute stage, and
+computed by another replica of the host; and the rate of requests whose prefixes do not fit in memory together.
 
 Method: `penstock up` with the flag and without, a prompt of --words random numbers each round. Compute is killed by -9 between two requests; its successor is
-warm: it has answered another prompt before. Then --prefixes long prompts are asked for in turns, twice each, with a KV cache that holds some of them.
+warm: it has answered another prompt before. Another replica that names the same folder answers what the killed one has computed. Then --prefixes long
+prompts are asked for in turns, twice each, with a KV cache that holds some of them.
 
     python -m bench.kv_disk --model FILE_OR_FOLDER [--words 1200] [--rounds 3]
 """
@@ -13,13 +14,18 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 
 from bench.pipeline import Served, stage_of
+from services.operator.redis_server import url_of
+from shared.wire.registry import look
 
 BACK_S = 120.0  # until a killed stage has a successor
 
@@ -74,6 +80,41 @@ def measure_restart(model_path: str, folder: Path, num_words: int, rounds: int) 
     return found
 
 
+def measure_other(model_path: str, folder: Path, num_words: int, rounds: int) -> list[float]:
+    """Seconds of requests for prompts that another replica of this host has computed, which is killed just before."""
+    place = f"{folder / 'kv-of-two'},8GiB"
+    served = Served(["--model", model_path, "--kv-disk", place], folder / "other", "")
+    command = [sys.executable, "-m", "services.operator.cli", "serve", "compute", "--model", model_path, "--kv-disk", place]
+    environment = {**os.environ, "PENSTOCK_LOG_LEVEL": "error", "PENSTOCK_REDIS_URL": url_of(folder / "other" / "data")}
+    other: subprocess.Popen[bytes] | None = None
+    found = []
+    try:
+        model = httpx.get(f"http://127.0.0.1:{served.port}/v1/models", trust_env=False).json()["data"][0]["id"]
+        texts = [words(num_words, 200 + number) for number in range(rounds)]
+        expected = [ask(served, model, text)[1] for text in texts]
+        other = subprocess.Popen(command, env=environment)
+        deadline = time.monotonic() + BACK_S
+        while len(look(served.redis).of("compute")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        with ThreadPoolExecutor(8) as pool:  # both are warm
+            list(pool.map(lambda number: ask(served, model, words(20, 300 + number)), range(32)))
+        for number, (text, answer) in enumerate(zip(texts, expected, strict=True)):
+            [first] = [each for each in served.launcher.children(recursive=True) if stage_of(each) == "compute"]
+            os.kill(first.pid, signal.SIGKILL)
+            seconds, again, num_tokens, num_cached = ask(served, model, text)
+            assert again == answer, "other bytes"
+            found.append(seconds)
+            print(f"round {number + 1}, of another replica: {seconds:.3f} s, {num_cached} of {num_tokens} tokens found", flush=True)
+            while len(look(served.redis).of("compute")) < 2 and time.monotonic() < deadline:
+                time.sleep(0.2)
+    finally:
+        if other is not None:
+            other.terminate()
+            other.wait(30)
+        served.close()
+    return found
+
+
 def measure_turns(model_path: str, folder: Path, num_words: int, prefixes: int, cache: str, *, has_disk: bool) -> float:
     """Requests/s of the second turn."""
     flags = ["--model", model_path, "--kv-cache-memory", cache, *(["--kv-disk", f"{folder / 'kv2'},8GiB"] if has_disk else [])]
@@ -100,9 +141,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name in ("restart", "turns-False", "turns-True"):
+        for name in ("restart", "other", "turns-False", "turns-True"):
             (folder / name).mkdir()
         found = measure_restart(args.model, folder, args.words, args.rounds)
+        found["of another"] = measure_other(args.model, folder, args.words, args.rounds)
         rates = {name: measure_turns(args.model, folder, args.words, args.prefixes, args.cache, has_disk=name == "with") for name in ("without", "with")}
     for name, seconds in found.items():
         print(f"{name:12} {statistics.median(seconds):7.3f} s")

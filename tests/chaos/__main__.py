@@ -43,7 +43,7 @@ from tests.chaos.load import Load
 from tests.chaos.memory import sample_memory
 from tests.chaos.options import Options, parse
 from tests.chaos.rounds import Rounds
-from tests.chaos.specs import make_specs
+from tests.chaos.specs import MODULES, make_specs
 from tests.chaos.store import Store
 
 SETTLE_S = 10.0  # what a round takes after its last fault has begun; some take longer
@@ -66,7 +66,8 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
     try:
         await cluster.start()
         tasks = [asyncio.create_task(cluster.supervise()), asyncio.create_task(sample_memory(cluster, history))]
-        load = Load(cluster, make_specs(await served_model(cluster, headers), options.seed), history, options.seed, headers)
+        specs = make_specs(await served_model(cluster, headers), options.seed, await module_set(cluster, headers))
+        load = Load(cluster, specs, history, options.seed, headers)
         ready_s = time.monotonic() - started
         await load.learn()
         print(f"ready after {ready_s:.1f} s; {len(load.specs)} answers learned after {time.monotonic() - started:.1f} s", flush=True)
@@ -106,6 +107,12 @@ async def served_model(cluster: Cluster, headers: dict[str, str]) -> str:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         reply = await http.get(f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/models", headers=headers)
     return str(reply.json()["data"][0]["id"])
+
+
+async def module_set(cluster: Cluster, headers: dict[str, str]) -> str:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        reply = await http.post(f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/prompt_modules", headers=headers, json={"modules": MODULES})
+    return str(reply.json()["id"])
 
 
 async def settled_consumers(checks: Checks) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from tests.chaos.cluster import Slot
 from tests.chaos.history import Asked
 from tests.chaos.http_client import Broken, Event, Reply, ask
-from tests.chaos.specs import Spec
+from tests.chaos.specs import MODULES, Spec
 from tests.chaos.tally import Outcome
 
 MAX_ATTEMPTS = 3000  # connections for one request: many more than there are while a slow machine starts a gateway; what hangs, the run's deadline ends
@@ -133,6 +133,9 @@ class Exchange:
         self.asked.note("reply", status=reply.status, why=words)
         if reply.status == 499 and self.may_be_cancelled:
             self.start_over()
+        if error.get("code") == "prompt_modules_not_found":  # Redis has lost its data: the set is posted again
+            (await ask(self.rng.choice(self.gateways).port, "POST", "/v1/prompt_modules", json.dumps({"modules": MODULES}).encode(), self.headers)).close()
+            raise Again(words)
         if reply.status not in (429, 503):
             raise Failed(words)
         if "retry-after" not in reply.headers:

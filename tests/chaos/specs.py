@@ -1,7 +1,7 @@
 """The requests of a run: every kind of sampling and of answer, each with its own undisturbed text."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
@@ -15,6 +15,13 @@ PREDICTED = (
     ("Tell me a joke.", "Why did the token cross the road? Because the sampler had already decided."),
     ("How big are you?", "I have about 4 million parameters in four layers. My weights fit in less than eight megabytes of memory."),
 )
+
+# That prompts are put together from. Of few words: the demo's context is short
+MODULES = [
+    *({"name": f"part{number}", "text": f"Part {number}: {', '.join(TOPICS[number:])}.\n"} for number in range(4)),
+    {"union": [{"name": "short", "text": "Be short.\n"}, {"name": "long", "text": "Say all that you know.\n"}]},
+    {"name": "named", "text": "You talk with {who}.\n", "parameters": {"who": 6}},
+]
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {
@@ -42,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "background": {"temperature": [0, 0.9], "background": True},
     "long": {"temperature": [0, 0.9], "max_tokens": [400, 600], "ignore_eos": True},
     "predicted": {"temperature": [0, 0.9], "ignore_eos": True},
+    "modules": {"temperature": [0, 0.9], "ignore_eos": True},
 }
 
 
@@ -59,10 +67,18 @@ class Spec:
         return int(self.body.get("n", 1))
 
 
-def make_specs(model: str, seed: int) -> list[Spec]:
-    """The requests of a seed."""
+def make_specs(model: str, seed: int, module_set: str) -> list[Spec]:
+    """The requests of a seed. module_set: the id of MODULES."""
     rng = random.Random(f"{seed}:specs")
-    return [make_spec(f"{kind}/{number}", kind, model, rng) for kind in KINDS for number in range(PER_KIND)]
+    specs = [make_spec(f"{kind}/{number}", kind, model, rng) for kind in KINDS for number in range(PER_KIND)]
+    return [replace(spec, body=spec.body | with_modules(module_set, rng)) if spec.kind == "modules" else spec for spec in specs]
+
+
+def with_modules(module_set: str, rng: random.Random) -> dict[str, Any]:
+    """Some modules, in any order."""
+    use: list[Any] = rng.sample(["part0", "part1", "part2", "part3"], rng.randint(1, 3))
+    use += rng.choice([[], ["short"], ["long", {"name": "named", "arguments": {"who": rng.choice(["Ada", "Bo", ""])}}]])
+    return {"prompt_modules": {"id": module_set, "use": use}, "cache_salt": rng.choice(["one", "two"])}
 
 
 def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
