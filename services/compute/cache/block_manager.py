@@ -233,12 +233,10 @@ class BlockManager:
     def _parent(self, sequence: Sequence, number: int) -> bytes:
         """The hash of what the sequence's number-th block goes on from: the block before it, or the
         root of the sequence, or of a segment."""
-        if number:
-            self._hash(sequence, number - 1)
-        root = prefix_root(self.fingerprint, salt=sequence.cache_salt)
-        if sequence.layout is not None:
-            return sequence.layout.parent(root, sequence.block_hashes, number)
-        return sequence.block_hashes[number - 1] if number else root
+        before = self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.cache_salt)
+        if sequence.layout is None:
+            return before
+        return sequence.layout.parent(prefix_root(self.fingerprint, salt=sequence.cache_salt), sequence.block_hashes, number)
 
     def _tokens(self, sequence: Sequence, number: int) -> list[int]:
         return sequence.token_ids[number * self.block_size : (number + 1) * self.block_size]

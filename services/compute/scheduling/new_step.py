@@ -52,14 +52,15 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
 def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], first: int, sampled: range) -> BatchRow:
     """The row of some tokens of one segment, from the slot `first` on: its blocks are those of what
     the segment sees, then its own."""
-    number, size = layout.at(first), layout.block_size
-    seen, start = layout.seen_blocks(number), layout.starts[number]
-    own = range(start // size, -(-(first + len(token_ids)) // size))
-    num_seen = len(seen) * size
+    number, size, table, lens = layout.at(first), layout.block_size, sequence.block_table, layout.block_lens
+    start, end = layout.starts[number], -(-(first + len(token_ids)) // layout.block_size)
+    own, num_seen = table[start // size : end], start
+    if number < len(layout.segments) - 1:  # the last one sees all
+        seen = layout.seen_blocks(number)
+        table, lens, num_seen = [table[each] for each in seen], [lens[each] for each in seen], len(seen) * size
     return BatchRow(
-        sequence.handle, token_ids, num_seen + first - start, tuple([sequence.block_table[each] for each in (*seen, *own)]), sampled,
-        sequence.num_prompt_tokens, position_shift=layout.segments[number].position - num_seen,
-        block_lens=(*[layout.block_lens[each] for each in seen], *[size] * len(own)),
+        sequence.handle, token_ids, num_seen + first - start, (*table[: num_seen // size], *own), sampled, sequence.num_prompt_tokens,
+        position_shift=layout.segments[number].position - num_seen, block_lens=(*lens, *(size,) * len(own)),
     )  # fmt: skip
 
 

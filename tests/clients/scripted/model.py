@@ -58,7 +58,7 @@ class ScriptedConfig:
 class ScriptedModel:
     implementation = "scripted"
     is_row_invariant = True
-    splits_prompts = True
+    splits_prompts = takes_segments = True
     longest_text = None
 
     def __init__(self, vocab_size: int, next_token: Callable[[np.ndarray], int]) -> None:
