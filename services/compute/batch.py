@@ -12,8 +12,8 @@ class BatchRow:
 
     handle: int
     token_ids: tuple[int, ...]  # what is PENDING among them has been drawn by the step in flight
-    # of the sequence, or of what its segment sees of it, before the step: where the first of
-    # token_ids stands
+    # the place of the first of token_ids in the row's context: in the sequence; of a segment that is
+    # not the last, behind what it sees
     num_computed_tokens: int
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
     # of token_ids, those whose logits decide the tokens after them; each is computed on all that

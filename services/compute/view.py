@@ -26,15 +26,17 @@ def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterabl
 
 def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> SequenceView:
     sequence: Sequence = active.sequence
-    block_ids = list(sequence.block_table)
+    block_ids, num_computed = list(sequence.block_table), sequence.num_computed_tokens
+    if sequence.layout is not None:
+        num_computed = sequence.layout.num_tokens_in(num_computed)
     return SequenceView(
         request_id=sequence.request_id,
         is_running=is_running,
         sampler_id=active.sampler_id,
         priority=sequence.priority,
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_prompt_tokens=sequence.num_prompt_ids,
         num_cached_tokens=sequence.num_cached_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
+        num_computed_tokens=num_computed,
         num_output_tokens=sequence.num_output_tokens,
         num_undecided_tokens=sequence.num_undecided_tokens,
         num_preemptions=sequence.num_preemptions,

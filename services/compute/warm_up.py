@@ -28,12 +28,16 @@ def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
     for lens in (*([1] * count for count in SINGLES if count <= max_num_seqs), [1, longest]):
         for _ in range(2):  # a recording is made, and used
             run_step(runner, lens)
+    if runner.model.takes_segments:
+        for lens in ([1], [1, longest]):
+            run_step(runner, lens, has_holes=True)
 
 
-def run_step(runner: ModelRunner, lens: list[int]) -> None:
+def run_step(runner: ModelRunner, lens: list[int], *, has_holes: bool = False) -> None:
     """Run one step of sequences of so many tokens each, and all draws from it."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
-    rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length)) for handle, length in enumerate(lens))
+    block_lens = (runner.kv_cache.block_size,) * len(table) if has_holes else ()
+    rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length), block_lens=block_lens) for handle, length in enumerate(lens))
     batch = ScheduledBatch(rows, lens.count(1))
     hidden = runner.run(batch)
     for params in DRAWS:

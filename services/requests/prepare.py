@@ -28,12 +28,13 @@ async def prepare_completion(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """Make the requests and the record of a completion, as `prepare_chat` of a chat. kind: of
     record.PREFIXES."""
-    params, prompts, prepared, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
+    params, prompts, wanted, model = body.params(), body.prompt, body.constraint(), check(context, body)
+    modules = await modules_for(context, body, model)
+    prepared = await constraint_for(context, wanted)
     params = with_model_defaults(context, body, params, model)
     constraint = prepared.constraint if prepared is not None else None
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
-    modules = await modules_for(context, body, model)
     record = make_record(
         kind, body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
         num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
@@ -72,11 +73,18 @@ async def constraint_for(context: RequestContext, constraint: Constraint | None)
     return await context.while_wanted(context.grammars.check(constraint, context.tenant.tenant_id))
 
 
+def refuse_modules(body: GenerateBody) -> None:
+    """Raises Invalid for a body with prompt modules, where the prompt itself is the answer: they are no text of it."""
+    if body.prompt_modules is not None:
+        raise Invalid("prompt_modules is not available here: the prompt has parts that are not read one after another", param="prompt_modules")
+
+
 async def modules_for(context: RequestContext, body: GenerateBody, model: str) -> tuple[PromptModule, ...]:
     """The prompt modules that the body uses. Raises Invalid."""
     if body.prompt_modules is None:
         return ()
-    return await ModuleStore(context.client).take(context.tenant.tenant_id, model, body.prompt_modules)
+    lengths = [replica.max_model_len for replica in context.stage.registry.of("compute", model) if replica.max_model_len is not None]
+    return await ModuleStore(context.client).take(context.tenant.tenant_id, model, body.prompt_modules, max(lengths, default=None))
 
 
 def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
@@ -101,11 +109,11 @@ async def prepare_chat(
     options = body.chat_options(
         calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
     )
+    modules = await modules_for(context, body, model)
     prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
     constraint = prepared.constraint if prepared is not None else None
     if constraint is not None and parsing.reasoning:
         constraint = after_thought(constraint, parsing.reasoning, may_think=body.may_think)
-    modules = await modules_for(context, body, model)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),

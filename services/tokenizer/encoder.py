@@ -11,7 +11,7 @@ import numpy as np
 from services.tokenizer.answers import Answer, describe, detokenized, rendered_prompt, tokenized
 from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
-from services.tokenizer.modules import PARAM, join, with_place
+from services.tokenizer.modules import LONG_TEXT, PARAM, join, with_place
 from services.tokenizer.offsets import offsets_of
 from services.tokenizer.prepared import Prepared, head_of
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
@@ -20,14 +20,12 @@ from shared.model.arrays import Array
 from shared.model.context_length import context_exceeded, context_far_exceeded
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
-from shared.model.segments import length_of
+from shared.model.segments import Segment, length_of
 from shared.model.token_table import TokenTable
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
 
 T = TypeVar("T")
-
-LONG_TEXT = 16  # characters for each token that the model can read; four are usual
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,9 +86,9 @@ class Encoder:
 
     def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
         """Encode requests that `prepare` has returned. Returns what `encode` does."""
-        heads = [head_of(each) for each in prepared]
-        for each in prepared:
-            if each.error is None and each.text is not None:
+        heads = [head_of(each) for each in prepared]  # before the modules
+        for each in (*prepared, *heads):
+            if each is not None and each.error is None and each.text is not None:
                 self._bound(each, each.text, max_model_len)
         self._encode_texts([each for each in (*prepared, *heads) if each is not None and each.error is None and each.text is not None], max_model_len)
         for each, head in zip(prepared, heads, strict=True):
@@ -220,8 +218,8 @@ class Encoder:
             return error
 
     def _place_modules(self, prepared: Prepared, head: Prepared | None) -> None:
-        """Put the request's modules between what stands before them, and behind. head: of a
-        conversation; of a prompt special tokens stand before them."""
+        """Put the request's modules between the tokens before and behind them. head: of a
+        conversation, what stands before; before a plain prompt's modules stands a BOS or nothing."""
         token_ids = prepared.token_ids
         try:
             if head is not None and head.error is not None:
@@ -252,8 +250,7 @@ class Encoder:
         if len(kept) < len(token_ids) or isinstance(text, MarkedText):
             text, token_ids = None, kept
         params = request.params
-        length = length_of(prepared.segments) if prepared.segments else len(token_ids)
-        max_tokens = self._check(request, token_ids, length, max_model_len)
+        max_tokens = self._check(request, token_ids, prepared.segments, max_model_len)
         bad_words = self._spell_bad_words(params.bad_words)
         echo_text = (text if text is not None else self._decode(token_ids)) if request.echo else opening
         wants_offsets = request.echo and params.prompt_logprobs is not None
@@ -360,12 +357,12 @@ class Encoder:
         except Exception as error:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
-    def _check(self, request: GenerateRequest, token_ids: Array, length: int, max_model_len: int) -> int:
+    def _check(self, request: GenerateRequest, token_ids: Array, segments: tuple[Segment, ...], max_model_len: int) -> int:
         """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer
         that gets there ends with `length`.
 
         Many agents always ask for more than a small model has. Raises Invalid for a prompt that
-        leaves no room at all. length: of the prompt.
+        leaves no room at all.
         """
         params, n, field = request.params, len(token_ids), field_of(request)
         if n == 0:
@@ -380,9 +377,10 @@ class Encoder:
         dimensions = request.embedding.dimensions if request.embedding is not None else None
         if dimensions is not None and not self.can_shorten(dimensions):
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
+        length = length_of(segments) if segments else n
         num_left = max_model_len - length
         if (least := 0 if params.max_tokens == 0 else 1) > num_left:
-            raise context_exceeded(field if n + least > max_model_len or n == length else PARAM, max_model_len, length, least)
+            raise context_exceeded(PARAM if segments and segments[-1].num_tokens + least <= max_model_len else field, max_model_len, length, least)
         if params.min_tokens > (max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens

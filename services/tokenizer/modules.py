@@ -10,13 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from services.tokenizer.special_tokens import texts_of
 from shared.model.arrays import Array
-from shared.model.segments import Segment
+from shared.model.segments import MAX_SEGMENTS, Segment
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 from shared.wire.prompt_modules import ModulePart
 
 PARAM = "prompt_modules"
+LONG_TEXT = 16  # characters for each token that there is room for; four are usual
 # in a conversation, where the modules stand: templates copy it like any word
 PLACE = "PenstockPromptModulesStandHere"
 
@@ -29,7 +31,7 @@ def with_place(request: GenerateRequest) -> GenerateRequest:
     place = next((number for number, message in enumerate(request.messages) if message.role == "user"), None)
     if place is None:
         raise Invalid("prompt modules stand in the first message of the user: there is none", param=PARAM)
-    if any(PLACE in message.content for message in request.messages):
+    if any(PLACE in text for part in (request.messages, request.chat) for text in texts_of(part)):
         raise Invalid(f"a conversation with prompt modules can't hold the word {PLACE}", param="messages")
     message = replace(request.messages[place], content=PLACE + request.messages[place].content)
     return replace(request, messages=(*request.messages[:place], message, *request.messages[place + 1 :]))
@@ -63,14 +65,19 @@ def join(request: GenerateRequest, before: Array, behind: Array, encode: Callabl
         for part in module.parts:
             if not part.parameter:
                 own = (*own, add(part.token_ids, len(before) + part.position, own))
-            elif len(argument := checked(part, encode(part.argument))):
+            elif part.argument and len(argument := encoded(part, encode)):
                 add(argument, len(before) + part.position, own)
+    if len(segments) >= MAX_SEGMENTS:
+        raise Invalid(f"the prompt modules have {len(segments)} parts, and at most {MAX_SEGMENTS - 1} go into one prompt", param=PARAM)
     add(behind, len(before) + max(module.end for module in request.modules), tuple(range(len(segments))))
     return np.concatenate(tokens), tuple(segments)
 
 
-def checked(part: ModulePart, token_ids: Array) -> Array:
+def encoded(part: ModulePart, encode: Callable[[str], Array]) -> Array:
     """An argument's tokens. Raises Invalid for too many."""
+    if len(part.argument) > LONG_TEXT * part.max_tokens:
+        raise Invalid(f"the argument {part.parameter} is far longer than the {part.max_tokens} tokens that its module has room for", param=PARAM)
+    token_ids = encode(part.argument)
     if len(token_ids) > part.max_tokens:
         raise Invalid(f"the argument {part.parameter} has {len(token_ids)} tokens, and its module has room for {part.max_tokens}", param=PARAM)
     return token_ids

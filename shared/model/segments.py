@@ -21,6 +21,7 @@ HOLE = -2  # in the place of a token
 # slots: segments begin at multiples of it, whatever the block size, so that the same prompt has the
 # same sums everywhere. Block sizes are its divisors where there are segments
 SEGMENT_MULTIPLE = 16
+MAX_SEGMENTS = 512  # of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Segment:
 
 def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
     """Raises Invalid for what is not the segments of a prompt of so many tokens."""
+    if len(segments) > MAX_SEGMENTS:
+        raise Invalid(f"at most {MAX_SEGMENTS} segments, got {len(segments)}")
     for number, segment in enumerate(segments):
         is_rising = all(one < other for one, other in zip((-1, *segment.sees), (*segment.sees, number), strict=True))
         if segment.num_tokens < 1 or segment.position < 0 or not is_rising:
@@ -63,16 +66,6 @@ class Layout:
     def num_holes(self) -> int:
         return self.starts[-1] - sum(each.num_tokens for each in self.segments[:-1])
 
-    @property
-    def num_slots(self) -> int:
-        """The slots of the prompt."""
-        return self.starts[-1] + self.segments[-1].num_tokens
-
-    @property
-    def last_position(self) -> int:
-        """The position of the prompt's last token: an answer goes on behind it."""
-        return self.segments[-1].position + self.segments[-1].num_tokens - 1
-
     def at(self, slot: int) -> int:
         """The number of the segment of a slot."""
         return bisect_right(self.starts, slot) - 1
@@ -87,7 +80,7 @@ class Layout:
         is_hole = number < len(self.segments) - 1 and slot >= self.end(number)
         return self.starts[number + 1] if is_hole else slot
 
-    def num_tokens(self, num_slots: int) -> int:
+    def num_tokens_in(self, num_slots: int) -> int:
         """How many of the first slots are no holes."""
         number = self.at(num_slots)
         before = sum(each.num_tokens for each in self.segments[:number])
@@ -104,17 +97,9 @@ class Layout:
             first += segment.num_tokens
         return slots
 
-    def blocks(self, number: int) -> range:
-        """The blocks of a segment; of the last one those of its prompt."""
-        return range(self.starts[number] // self.block_size, -(-self.end(number) // self.block_size))
-
     def all_blocks(self, number: int) -> range:
         """The blocks of a segment that is not the last, holes included."""
         return range(self.starts[number] // self.block_size, self.starts[number + 1] // self.block_size)
-
-    def num_seen_slots(self, number: int) -> int:
-        """Slots of all that a segment sees."""
-        return sum(self.starts[each + 1] - self.starts[each] for each in self.segments[number].sees)
 
     def seen_blocks(self, number: int) -> list[int]:
         """The blocks, by their place in the sequence, of all that a segment sees."""

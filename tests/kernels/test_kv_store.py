@@ -19,6 +19,7 @@ from services.compute.cache.kv_cache import KVCache
 from services.compute.cache.kv_store import ENTRY, PAGE, WAYS, KVStore
 from services.compute.cache.kv_tier import READ_AT_ONCE, KVTier
 from services.compute.models.architectures import read_config
+from shared.model.segments import Layout, Segment
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from tests.examples import examples
@@ -239,3 +240,38 @@ def test_blocks_of_any_layout_come_back(tmp_path: Path) -> None:
         cache.write_blocks([0, 5], data)
         for layer, old in zip(cache.layers, before, strict=True):
             assert torch.equal(layer[:, [0, 5]], old[:, [4, 1]]) and torch.equal(layer[:, [1, 2, 3, 4]], old[:, [1, 2, 3, 4]])
+
+
+def test_what_the_file_lacks_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many segments a prompt has, and however slow the file is."""
+    tier = make_tier(tmp_path, num_blocks=600)
+    asked: list[bytes] = []
+    monkeypatch.setattr(tier.store, "read", lambda name, _: asked.append(name))
+    monkeypatch.setattr("services.compute.cache.kv_tier.READ_BUDGET_S", 0.0)
+    layout = Layout((Segment(16, 0), *(Segment(16, 16 * each, (0,)) for each in range(1, 300)), Segment(2, 9000, tuple(range(300)))), 16)
+    slots = layout.pad(list(range(300 * 16 + 2)))
+    sequence = make_sequence(1, slots, 1, layout=layout)
+    num_calls = 1
+    while not tier.restore([sequence], None):
+        num_calls += 1
+    assert num_calls <= 301 and len(asked) == len(set(asked)) == 300
+    tier.close()
+
+
+def test_blocks_that_are_cached_behind_a_gap_are_not_read_again(tmp_path: Path) -> None:
+    """Their names must not stand twice in the cache."""
+    tier = make_tier(tmp_path, num_blocks=6)
+    tokens = list(range(16 * 4 + 1))
+    fill(tier, tokens, seed=1)
+    blocks, sequence = tier.blocks, make_sequence(1, tokens, 1)
+    for number in (0, 2):
+        blocks.empty.clear()
+        blocks.evictable.move_to_end(blocks.cached_blocks[blocks._hash(sequence, number)], last=False)
+        blocks._release(blocks._take())  # evicted
+    [names] = blocks.missing(sequence)
+    assert names == [blocks._hash(sequence, number) for number in (0, 2)]
+    tier.close()
+    again = KVTier(tier.store, blocks, tier.kv_cache)
+    wait_until(lambda: again.restore([sequence], None), description="they are read")
+    assert len(blocks.match(sequence)) == 4 and len(set(blocks.cached_blocks.values())) == len(blocks.cached_blocks)
+    again.close()

@@ -192,12 +192,12 @@ def test_reference_attention_over_blocks_that_are_tokens_in_part() -> None:
 
 def test_a_layout() -> None:
     layout = Layout((Segment(5, 0), Segment(16, 9, (0,)), Segment(17, 40, (0,)), Segment(3, 60, (0, 1, 2))), 8)
-    assert layout.starts == [0, 16, 32, 64] and layout.num_holes == 26 and layout.num_slots == 67 and layout.last_position == 62
+    assert layout.starts == [0, 16, 32, 64] and layout.num_holes == 26
     slots = layout.pad(range(41))
     assert [each for each in slots if each != HOLE] == list(range(41)) and len(slots) == 67
     assert layout.block_lens == [5, 0, 8, 8, 8, 8, 1, 0]
     assert [layout.skip_holes(slot) for slot in (0, 4, 5, 15, 16, 31, 32, 49, 60, 64, 90)] == [0, 4, 16, 16, 16, 31, 32, 64, 64, 64, 90]
-    assert [layout.num_tokens(slot) for slot in (0, 5, 9, 16, 32, 33, 49, 64, 70)] == [0, 5, 5, 5, 21, 22, 38, 38, 44]
+    assert [layout.num_tokens_in(slot) for slot in (0, 5, 9, 16, 32, 33, 49, 64, 70)] == [0, 5, 5, 5, 21, 22, 38, 38, 44]
     assert layout.seen_blocks(2) == [0, 1] and layout.seen_blocks(3) == list(range(8))
 
 

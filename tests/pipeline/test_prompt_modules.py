@@ -114,7 +114,7 @@ def test_openai_s_client_streams_with_modules_and_finds_them_again(demo: Deploym
         ({"use": ["doc0"]}, {"prompt_logprobs": 1}, "prompt_logprobs", "invalid_value"),
         ({"use": ["doc0"]}, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "invalid_value"),
         ({"use": ["doc0"]}, {"use_beam_search": True, "best_of": 2}, "use_beam_search", "invalid_value"),
-        ({"use": ["doc0", "doc1", "doc2", "doc3", "long"]}, {"prompt": "word " * 1000}, "prompt", "context_length_exceeded"),
+        ({"use": ["doc0", "doc1", "doc2", "doc3", "long"]}, {"prompt": "word " * 1100}, "prompt", "context_length_exceeded"),
     ],
 )  # fmt: skip
 def test_what_is_refused(demo: Deployment, set_id: str, used: dict[str, Any], more: dict[str, Any], param: str, code: str) -> None:

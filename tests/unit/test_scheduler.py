@@ -8,6 +8,7 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from shared.model.segments import Layout, Segment
 from tests.unit.sequences import counted, handles_of, make_scheduler, make_sequence
 
 
@@ -330,3 +331,25 @@ def test_a_prompt_that_no_token_is_asked_of_counts_with_its_blocks() -> None:
     admission.observe([])
     assert admission.admits(make_sequence(1, list(range(60)), 0), [])
     assert not admission.admits(make_sequence(2, list(range(60)), 0), [])
+
+
+def test_what_is_cached_of_a_prompt_s_segments_is_passed_over_wherever_it_stands() -> None:
+    """The first module is not cached, the others are: they cost no step each."""
+    blocks = BlockManager(200, 16)
+    scheduler = make_scheduler(blocks=blocks, max_batched_tokens=512)
+
+    def ask(handle: int, modules: list[int]) -> tuple[int, int]:
+        """The steps until its first token, and the tokens that they computed."""
+        segments = (Segment(16, 0), *(Segment(32, 100 * each, (0,)) for each in modules), Segment(3, 900, tuple(range(len(modules) + 1))))
+        layout = Layout(segments, 16)
+        slots = layout.pad([*range(16), *(100 * each + at for each in modules for at in range(32)), 7, 8, 9])
+        scheduler.add(sequence := make_sequence(handle, slots, 1, layout=layout))
+        batches = []
+        while not sequence.is_finished:
+            batches.append(run_step(scheduler, lambda _, sampled: [5] * len(sampled), is_over=lambda _: True))
+        return len(batches), sum(batch.num_tokens for batch in batches if batch is not None)
+
+    assert ask(1, [1, 2, 3, 4, 5]) == (7, 16 + 5 * 32 + 3)
+    assert ask(2, [6, 1, 2, 3, 4, 5]) == (2, 32 + 3)
+    assert ask(3, [1, 7, 2, 8, 3]) == (3, 2 * 32 + 3)
+    assert blocks.num_free_blocks == blocks.num_blocks

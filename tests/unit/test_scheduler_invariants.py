@@ -9,7 +9,7 @@ import random
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -103,15 +103,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add(list(range(length)), output, share, voice, group_id=group_id, prompt_logprobs=prompt_logprobs)
 
     @rule(
-        trunk=st.integers(1, 14), modules=st.permutations([0, 1, 2]), count=st.integers(1, 2), rest=st.integers(1, 10), output=st.integers(1, 12),
+        trunk=st.integers(1, 14), modules=st.lists(st.integers(0, 2), min_size=1, max_size=3), rest=st.integers(1, 10), output=st.integers(1, 12),
         shift=st.sampled_from([0, 7]), is_nested=st.booleans(), salt=st.sampled_from(["", "s"]), group=st.booleans(),
     )  # fmt: skip
-    def arrive_in_segments(
-        self, trunk: int, modules: list[int], count: int, rest: int, output: int, shift: int, is_nested: bool, salt: str, group: bool
-    ) -> None:
-        """Modules with places of their own, in any order, which see the trunk, and perhaps the module before."""
-        texts = [list(range(trunk)), *[list(range(200 + 100 * each, 200 + 100 * each + (5, 13, 16)[each])) for each in modules[:count]], list(range(rest))]
-        places = [0, *[trunk + 20 * each + shift for each in modules[:count]], trunk + 100]
+    def arrive_in_segments(self, trunk: int, modules: list[int], rest: int, output: int, shift: int, is_nested: bool, salt: str, group: bool) -> None:
+        """Modules with places of their own, in any order, which see the trunk, and perhaps the modules before. One may be there twice."""
+        texts = [list(range(trunk)), *[list(range(200 + 100 * each, 200 + 100 * each + (5, 13, 16)[each])) for each in modules], list(range(rest))]
+        places = [0, *[trunk + 20 * each + shift for each in modules], trunk + 100]
         segments = tuple(
             Segment(len(text), place, tuple(range(number)) if is_nested or number == len(texts) - 1 else (0,)[:number])
             for number, (text, place) in enumerate(zip(texts, places, strict=True))
@@ -174,14 +172,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         return True
 
     def restore(self) -> bool:
-        """As KVTier does, a block at a time. Returns whether all that may begin is restored."""
+        """As KVTier does, two blocks at a time. Returns whether all that may begin is restored."""
         for sequence in self.scheduler.next_to_begin() if self.scheduler.awaits_restoring else []:
             if not sequence.is_restored:
-                found = next((names[0] for names in self.blocks.missing(sequence) if names[0] in self.disk), None)
-                sequence.is_restored = found is None
-                if found is not None:
-                    block_id = self.blocks.adopt(sequence, found)
-                    self.content.update({block_id * BLOCK_SIZE + at: value for at, value in enumerate(self.disk[found])})
+                runs = [list(takewhile(self.disk.__contains__, names))[:2] for names in self.blocks.missing(sequence)]
+                found = next((run for run in runs if run), [])
+                sequence.is_restored = not found
+                for name in found:
+                    block_id = self.blocks.adopt(sequence, name)
+                    self.content.update({block_id * BLOCK_SIZE + at: value for at, value in enumerate(self.disk[name])})
+                if found:
                     return False
         return True
 

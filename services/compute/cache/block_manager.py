@@ -23,8 +23,8 @@ MOST_CHILDREN = 64  # that are compared, of the blocks that follow one
 class BlockManager:
     """A pool of num_blocks blocks of block_size tokens. Taking and giving back a block is O(1).
 
-    Within one, and between those of equal fingerprints, blocks have one hash exactly if they hold
-    the same bytes, for sequences of one salt.
+    Within one, and between those of equal fingerprints, blocks have one hash exactly if their tokens
+    have the same keys and values, for sequences of one salt.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, fingerprint: str = "") -> None:
@@ -62,7 +62,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let the sequence write up to its num_tokens-th token: blocks for all, and its own copy of
+        """Let the sequence write up to its num_tokens-th slot: blocks for all, and its own copy of
         the first it writes into if that is shared.
 
         All or nothing. Returns whether there were enough free blocks.
@@ -106,12 +106,12 @@ class BlockManager:
                 found.append(block_id)
         return found
 
-    def reuse(self, sequence: Sequence) -> None:
+    def reuse(self, sequence: Sequence) -> bool:
         """At the beginning of a segment that is not the first: go on behind its blocks that are
-        cached. `match` sees only those before the first that is missing."""
+        cached. `match` sees only those before the first that is missing. Returns whether it did."""
         layout, first = sequence.layout, sequence.num_computed_tokens
-        if layout is None or not self.prefix_caching or first not in layout.starts[1:]:
-            return
+        if layout is None or not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
+            return False
         number, last = layout.at(first), sequence.num_reusable_tokens
         if number < len(layout.segments) - 1:
             last = min(last, layout.starts[number + 1])
@@ -120,7 +120,7 @@ class BlockManager:
         found = [self.cached_blocks[name] for name in takewhile(lambda name: name in self.cached_blocks, names)]
         num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in found)
         if not found or place - len(sequence.block_table) > self.num_free_blocks - num_unheld:
-            return
+            return False
         for block_id in found:
             self._hold(sequence, block_id)
         while len(sequence.block_table) < place:  # blocks of holes alone
@@ -130,6 +130,12 @@ class BlockManager:
         sequence.block_table[place : place + len(found)] = found
         sequence.num_committed_blocks = place + len(found)
         sequence.num_computed_tokens = layout.skip_holes(sequence.num_committed_blocks * self.block_size)
+        return True
+
+    def num_held(self, sequence: Sequence) -> int:
+        """How many of the sequence's reusable blocks are cached, and held by others."""
+        names = [self._hash(sequence, number) for number in range(sequence.num_reusable_tokens // self.block_size)] if self.prefix_caching else []
+        return sum(self.ref_counts[block_id] > 0 for name in names if (block_id := self.cached_blocks.get(name)) is not None)
 
     def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
         """Behind what `match` found: the cached block that begins with the most of the sequence's next
@@ -142,26 +148,23 @@ class BlockManager:
         return (longest, lengths[longest]) if longest is not None and lengths[longest] else None
 
     def missing(self, sequence: Sequence) -> list[list[bytes]]:
-        """The hashes of the sequence's reusable blocks that are not in the prefix cache: of each of its
-        segments those from the first that is not on. As many as there is room for, if those that
-        are stay. They count as used last."""
+        """For each segment of the sequence, the hashes of its reusable blocks that are not in the
+        prefix cache; none twice. No more than there is room for beside those that are, which count
+        as used last."""
         num_blocks = sequence.num_reusable_tokens // self.block_size
         starts = sequence.layout.starts if sequence.layout is not None else [0]
         borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
-        found: list[int] = []
-        missing: list[list[bytes]] = []
-        for first, last in pairwise(borders):
-            names = list(dict.fromkeys(self._hash(sequence, number) for number in range(first, last)))
-            cached = list(takewhile(lambda name: name in self.cached_blocks, names))
-            found += [self.cached_blocks[name] for name in cached]
-            known = {name for names in missing for name in names}
-            missing.append([name for name in names[len(cached) :] if name not in known])
-        unheld = [block_id for block_id in found if self.ref_counts[block_id] == 0]
+        names = [self._hash(sequence, number) for number in range(num_blocks)]
+        unheld = [block_id for name in names if (block_id := self.cached_blocks.get(name)) is not None and self.ref_counts[block_id] == 0]
         for block_id in reversed(unheld):
             self.evictable.move_to_end(block_id)
-        room = self.num_free_blocks - len(unheld)
-        lacking = [names[: max(0, room - sum(map(len, missing[:number])))] for number, names in enumerate(missing)]
-        return [names for names in lacking if names]
+        room, known, missing = self.num_free_blocks - len(set(unheld)), set(self.cached_blocks.keys() & set(names)), list[list[bytes]]()
+        for first, last in pairwise(borders):
+            own = [name for name in dict.fromkeys(names[first:last]) if name not in known][: max(0, room)]
+            known.update(own)
+            room -= len(own)
+            missing.append(own)
+        return [own for own in missing if own]
 
     def adopt(self, sequence: Sequence, name: bytes) -> int:
         """A free block for the keys and values of one of the sequence's blocks that is `missing`, which
@@ -180,6 +183,7 @@ class BlockManager:
             self._hold(sequence, block_id)
         sequence.block_table.extend(block_ids)
         if sequence.layout is not None:
+            # where another's longer block ends a segment here, the segment's own last block is never offered
             num_tokens = sequence.layout.skip_holes(num_tokens)
         sequence.num_computed_tokens = num_tokens
         sequence.num_committed_blocks = num_tokens // self.block_size

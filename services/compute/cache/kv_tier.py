@@ -41,6 +41,8 @@ class KVTier:
         self.num_blocks_written = self.num_blocks_dropped = 0
         self._block_read_s: float | None = None  # measured
         self._num_passed_over = 0  # sequences that were not looked up, for computing is faster
+        # of the sequence that is being restored: its handle, and names that the file did not have
+        self._in_vain: tuple[int, set[bytes]] = -1, set()
         self._staged_bytes = 0
         self._staged: queue.Queue[tuple[list[bytes], Array] | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -100,8 +102,11 @@ class KVTier:
         """Read the sequence's blocks that are missing in memory, of each segment up to the first that
         the file lacks, too. Returns whether that is all that can be done."""
         started_at: float | None = None
+        if self._in_vain[0] != sequence.handle:
+            self._in_vain = sequence.handle, set()
+        lacking = self._in_vain[1]
         for names in self.blocks.missing(sequence):
-            for first in range(0, len(names), READ_AT_ONCE):
+            for first in range(0, len(names), READ_AT_ONCE) if names[0] not in lacking else ():
                 if started_at is not None and time.perf_counter() >= until:
                     return False
                 asked = names[first : first + READ_AT_ONCE]
@@ -112,6 +117,7 @@ class KVTier:
                     self._block_read_s = seconds if self._block_read_s is None else self._block_read_s + SMOOTHING * (seconds - self._block_read_s)
                     self.num_tokens_read += num_read * self.blocks.block_size
                 if num_read < len(asked):
+                    lacking.add(asked[num_read])
                     break
         return True
 

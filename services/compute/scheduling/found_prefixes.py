@@ -27,16 +27,16 @@ class FoundPrefixes:
         self.reuse(sequence)
 
     def reuse(self, sequence: Sequence) -> None:
-        """Pass over what is cached of the segment that begins where the sequence is."""
-        if sequence.layout is not None:
-            num_computed = sequence.num_computed_tokens
-            self.block_manager.reuse(sequence)
-            if sequence.num_preemptions == 0:
-                self._count(sequence, num_computed)
+        """Pass over what is cached of the segments that begin where the sequence is."""
+        num_computed = sequence.num_computed_tokens
+        while sequence.layout is not None and self.block_manager.reuse(sequence):
+            pass
+        if sequence.num_computed_tokens > num_computed and sequence.num_preemptions == 0:
+            self._count(sequence, num_computed)
 
     def _count(self, sequence: Sequence, num_computed: int) -> None:
         """Count the tokens that were found beyond so many slots."""
         first, last = (min(each, sequence.num_prompt_tokens) for each in (num_computed, sequence.num_computed_tokens))
-        num_found = last - first if sequence.layout is None else sequence.layout.num_tokens(last) - sequence.layout.num_tokens(first)
+        num_found = last - first if sequence.layout is None else sequence.layout.num_tokens_in(last) - sequence.layout.num_tokens_in(first)
         sequence.num_cached_tokens += num_found
         self.num_hits += num_found

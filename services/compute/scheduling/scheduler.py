@@ -330,8 +330,10 @@ class Scheduler:
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
         """Whether there are free blocks for the sequence's first chunk now; with segments, of which
-        later ones may be found, for all of it."""
+        later ones may be found, for all of it that nobody holds."""
         blocks = self.block_manager
+        if sequence.layout is not None and all(block_id in blocks.origins for block_id in matched):
+            return blocks.num_blocks_for(sequence.num_tokens) - blocks.num_held(sequence) <= blocks.num_free_blocks
         num_tokens = sequence.num_tokens if sequence.layout is not None else min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks

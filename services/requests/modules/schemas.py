@@ -7,12 +7,12 @@ positions, parameters, unions.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from services.requests.bodies.body import Body
-from services.requests.bodies.fields import MAX_NAME, at, at_most
+from services.requests.bodies.fields import MAX_NAME, at, at_most, kind_of
 from shared.process.errors import Invalid
 
 MAX_MODULES = 1024  # of one set, members of unions among them
@@ -117,17 +117,25 @@ class UsedModule(Body):
     arguments: Annotated[dict[str, str], BeforeValidator(at_most(MAX_PARAMETERS))] = Field({}, description="texts by parameter; one that is left out is empty")
 
 
+def read_use(value: Any) -> Any:
+    """Names as objects with names."""
+    for number, each in enumerate(value if isinstance(value, list) else ()):
+        if not isinstance(each, str | dict):
+            raise at(f"[{number}]", f"expected a name, or an object with a name, got {kind_of(each)}")
+    return [{"name": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
+
+
 class UsedModules(Body):
     """The modules of a prompt."""
 
     id: str = Field(max_length=64, description="of the set, as POST /v1/prompt_modules answered")
-    use: Annotated[list[str | UsedModule], BeforeValidator(at_most(MAX_USED)), Field(min_length=1)] = Field(
+    use: Annotated[list[UsedModule], BeforeValidator(read_use), BeforeValidator(at_most(MAX_USED)), Field(min_length=1)] = Field(
         description="names, or objects with a name and arguments; their order says nothing, for each has its place"
     )
 
     @model_validator(mode="after")
     def _uses_each_once(self) -> "UsedModules":
-        names = [module.name for module in self.modules]
+        names = [module.name for module in self.use]
         if doubled := next((name for number, name in enumerate(names) if name in names[:number]), None):
             raise at(".use", f"{doubled[:64]} is used twice")
         return self
@@ -137,7 +145,3 @@ class UsedModules(Body):
         asked = [*(name for name in SWITCHES if getattr(body, name, False)), *(name for name in VALUES if getattr(body, name, None) is not None)]
         if asked:
             raise Invalid(f"{asked[0]} is not available with prompt_modules", param=asked[0])
-
-    @property
-    def modules(self) -> list[UsedModule]:
-        return [UsedModule(name=each) if isinstance(each, str) else each for each in self.use]

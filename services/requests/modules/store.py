@@ -17,6 +17,7 @@ import redis.asyncio
 from services.requests.bodies.fields import TokenIds, shortened
 from services.requests.client import redis_errors_as_503
 from services.requests.modules.schemas import MAX_POSITION, PromptModulesBody, UsedModules
+from shared.model.context_length import context_exceeded
 from shared.process.errors import Invalid, Rejected
 from shared.process.host_memory import size_text
 from shared.wire.prompt_modules import ModulePart, PromptModule
@@ -40,7 +41,7 @@ for _, each in ipairs(redis.call('ZRANGE', owned, 0, -1)) do
   if each ~= member then sum, count = sum + string.match(each, '^%d+'), count + 1 end
 end
 if count >= tonumber(max_sets) or sum + size > tonumber(max_bytes) then return 0 end
-redis.call('HSET', key, unpack(ARGV, 9))
+if redis.call('EXISTS', key) == 0 then redis.call('HSET', key, unpack(ARGV, 9)) end
 redis.call('EXPIRE', key, ttl)
 redis.call('ZADD', owned, now, member)
 redis.call('EXPIRE', owned, ttl)
@@ -94,7 +95,7 @@ class ModuleStore:
         values = {PREFIX + name: orjson.dumps(each) for name, each in parts.items()}
         said = [[each.name, each.position, each.num_positions, each.slot, each.parameters] for each in modules]
         digest = hashlib.blake2b(orjson.dumps([model, said, parts]), digest_size=12).hexdigest()
-        num_bytes = sum(map(len, values.values()))
+        num_bytes = sum(map(len, values.values())) + len(orjson.dumps(said))
         found = ModuleSet(f"pm-{digest}", model, int(time.time()), num_bytes, modules)
         about = orjson.dumps({"model": model, "created_at": found.created_at, "num_bytes": num_bytes, "modules": said})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
@@ -104,7 +105,7 @@ class ModuleStore:
         if not is_kept:
             reason = f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
             raise Rejected(reason, status=429, retry_after_s=60, code="storage_limit_exceeded")
-        return found
+        return await self.load(owner, found.set_id)
 
     async def load(self, owner: str, set_id: str, param: str = "id") -> ModuleSet:
         """Raises Invalid (404)."""
@@ -136,14 +137,18 @@ class ModuleStore:
                 pipe.zrem(module_sets_key(owner), member_of(found))
                 await pipe.execute()
 
-    async def take(self, owner: str, model: str, used: UsedModules) -> tuple[PromptModule, ...]:
-        """The modules that a prompt of this model uses, with its arguments. Raises Invalid."""
+    async def take(self, owner: str, model: str, used: UsedModules, longest: int | None) -> tuple[PromptModule, ...]:
+        """The modules that a prompt of this model uses, with its arguments. longest: the model's
+        context, if it is known. Raises Invalid."""
         found = await self.load(owner, used.id, f"{PARAM}.id")
         if found.model != model:
             raise Invalid(f"the prompt modules {found.set_id} are of the model {found.model}, not of {model}", param=f"{PARAM}.id")
         facts = {each.name: each for each in found.modules}
         check_use(used, facts)
-        names = [each.name for each in used.modules]
+        names = [each.name for each in used.use]
+        reach = max(sum(facts[name].num_positions for name in names), *(facts[name].end for name in names))
+        if longest is not None and reach >= longest:
+            raise context_exceeded(PARAM, longest, reach, 1)
         key = module_set_key(owner, found.set_id)
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -156,7 +161,7 @@ class ModuleStore:
             raise Invalid(f"no prompt modules {shortened(used.id)!r}", param=f"{PARAM}.id", code="prompt_modules_not_found", status=404)
         return tuple(
             PromptModule(each.name, facts[each.name].end, tuple(part_of(part, each.arguments) for part in orjson.loads(packed)))
-            for each, packed in zip(used.modules, parts, strict=True)
+            for each, packed in zip(used.use, parts, strict=True)
         )
 
 
@@ -192,7 +197,7 @@ def texts_of(body: PromptModulesBody) -> list[str]:
 def check_use(used: UsedModules, facts: dict[str, ModuleFacts]) -> None:
     """Raises Invalid for modules and arguments that are not in the set, or two of a union."""
     taken: dict[int, str] = {}
-    for number, each in enumerate(used.modules):
+    for number, each in enumerate(used.use):
         param = f"{PARAM}.use[{number}]"
         if each.name not in facts:
             raise Invalid(f"the set has no module {shortened(each.name)!r}", param=param)

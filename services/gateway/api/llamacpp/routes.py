@@ -22,7 +22,7 @@ from services.requests.errors import RequestFailed
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.neutral.translate import name_of, own_terms
-from services.requests.prepare import prepare_chat, prepare_completion
+from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import EncodingParams, RequestError
@@ -106,6 +106,7 @@ async def apply_template(request: Request) -> Json:
     """The text that the model's chat template makes of a conversation."""
     context = context_of(request)
     body = await context.read(request, ChatCompletionBody)
+    refuse_modules(body)
     _, [asked, *_] = await prepare_chat(context, body, "internal", body.model, context.stage.replica_id)
     return await ask_tokenizer(context, asked.model, "render", asked)
 

@@ -9,7 +9,7 @@ from services.gateway.answering.ask import ask_each
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
-from services.requests.prepare import prepare_chat, prepare_completion
+from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
 from services.requests.record import ResponseRecord
 from shared.wire.messages import GenerateRequest
 
@@ -25,6 +25,7 @@ async def render_chat(request: Request) -> Json:
     """The tokens that the model's template makes of a conversation, and the sampling parameters."""
     context = context_of(request)
     body = await context.read(request, ChatCompletionBody)
+    refuse_modules(body)
     record, [asked, *_] = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
     [rendered] = await render(context, body, record, [asked])
     return rendered
@@ -35,6 +36,7 @@ async def render_completion(request: Request) -> list[Json]:
     """The tokens of each prompt, and the sampling parameters."""
     context = context_of(request)
     body = await context.read(request, CompletionBody)
+    refuse_modules(body)
     record, requests = await prepare_completion(context, body, context.stage.replica_id)
     return await render(context, body, record, requests[:: record.n])
 
