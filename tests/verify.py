@@ -45,6 +45,7 @@ SUITES = {
     "fairness": Suite("tests.chaos.fairness", "small requests are at most twice as slow while another tenant floods", "minutes"),
     "grammars": Suite("tests.grammars", "answers keep to their JSON schemas, thousands of them", "minutes"),
     "hostile": Suite("tests.hostile", "each of 10,000 malformed and hostile requests gets a clear answer", "minutes"),
+    "kubernetes": Suite("tests.kubernetes", "schemas of the manifests; updates by their numbers lose nothing", "5 minutes", "root", ("--group", "kubernetes")),
     "lm-eval": Suite("tests.lm_eval", "lm-eval finds transformers' loglikelihoods", "minutes", "", ("--no-compile", "--editable", ".[lm-eval]")),
     "proxies": Suite("tests.proxies", "gateways behind nginx and Caddy, by the files of deploy/proxy", "4 minutes", "apt install nginx caddy"),
     "redis": Suite("tests.secure_redis", "a Redis with TLS only and a user for each stage", "a minute", "redis-server 7 with TLS, openssl"),

@@ -1,0 +1,98 @@
+"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes, by the schemas of several versions of Kubernetes, and by what they do: a kubelet in
+small starts every stage, probes it, and rolls each Deployment over by the manifests' own numbers, while clients ask. Needs root (host names of pods).
+
+Every answer must be the one that it was before, no client may see an error, and nobody may have to be killed.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import kubernetes_validate
+import yaml
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.history import History
+from tests.chaos.load import Load
+from tests.chaos.specs import MODULES, make_specs
+from tests.conftest import running_redis
+from tests.kubernetes.kubelet import FOLDER, NAMES, Kubelet
+
+VERSIONS = ("1.28", "1.31", "1.34")
+MODEL = "penstock-demo"
+DRAIN_S = 60.0
+
+
+def check_schemas() -> list[str]:
+    """Whatever is wrong with an object of Kubernetes' own kinds."""
+    found = []
+    objects: list[tuple[Path, dict[str, Any]]] = [
+        (path, each) for path in sorted(FOLDER.rglob("*.yaml")) if path.name != "kustomization.yaml" for each in yaml.safe_load_all(path.read_text())
+    ]
+    for path, each in objects:
+        for version in VERSIONS if not each["apiVersion"].startswith("keda.sh/") else ():
+            try:
+                kubernetes_validate.validate(each, version, strict=True)
+            except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+                found.append(f"{path.name}: {each['kind']}, Kubernetes {version}: {error}")
+    print(f"{len(objects)} objects, Kubernetes {', '.join(VERSIONS)}: {len(found)} wrong", flush=True)
+    return found
+
+
+async def roll_all(folder: Path, redis_url: str, options: argparse.Namespace) -> list[str]:
+    """Roll every Deployment over under load. Returns what was wrong."""
+    kubelet, history = Kubelet(redis_url, folder), History(folder / "history.jsonl")
+    history.write("run", seed=options.seed, arguments="", most_pause_s=None, most_growth_mib={})
+    try:
+        await kubelet.start()
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+            made = await http.post(f"http://127.0.0.1:{kubelet.endpoints[0].port}/v1/prompt_modules", json={"modules": MODULES})
+        load = Load(cast(Cluster, kubelet), make_specs(MODEL, options.seed, made.json()["id"]), history, options.seed)
+        await load.learn()
+        history.write("round", number=1, at="begin", may_lose=False)
+        clients = load.begin(options.clients, 1)
+        for name in [name for name in NAMES for _ in range(options.times)]:
+            before = history.judge.tally.total("answered")
+            ended = await kubelet.roll(name)
+            seconds = ", ".join(f"{pod.seconds_to_end:.1f}" for pod in ended)
+            print(f"{name:10} {len(ended)} replaced, which ended in {seconds} s; {history.judge.tally.total('answered') - before} answers", flush=True)
+        load.is_over = True
+        async with asyncio.timeout(DRAIN_S):
+            await asyncio.gather(*clients)
+        history.write("round", number=1, at="over", may_lose=False)
+    finally:
+        await kubelet.stop()
+        history.close()
+    pods = [*kubelet.ended, *(pod for pods in kubelet.pods.values() for pod in pods)]
+    wrong = [str(each) for each in history.judge.tally.wrong]
+    wrong += [f"{pod.name} had to be killed" for pod in pods if pod.was_killed] + [f"{pod.name} was restarted" for pod in pods if pod.num_restarts]
+    print(f"\n{history.judge.tally.table()}\n", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kubernetes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--times", type=int, default=1, help="that each Deployment is rolled over (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        print("this needs root: pods have host names of their own", file=sys.stderr)
+        return 2
+    wrong = check_schemas()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "redis").mkdir()
+        with running_redis(folder / "redis", None) as url:
+            wrong += asyncio.run(roll_all(folder, url, options))
+    print("\n".join(wrong) or "ok")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
