@@ -119,6 +119,7 @@ class KVTier:
                 if num_read < len(asked):
                     lacking.add(asked[num_read])
                     break
+        self._in_vain = -1, set()
         return True
 
     def _read(self, sequence: Sequence, names: list[bytes]) -> int:
