@@ -186,6 +186,8 @@ class Admitter:
         """Why this model can't run the request; None: it can."""
         length = length_of(request.segments) if request.segments else len(request.prompt_token_ids)
         num_tokens, blocks = length + (request.params.max_tokens or 0), self.scheduler.block_manager
+        if request.segments and (request.params.prompt_logprobs is not None or request.embedding is not None):
+            return RequestError("a prompt with modules has no logprobs, and makes no embedding", 400, "prompt_modules")
         if request.segments and (reason := self.engine.no_segments):
             return RequestError(f"prompt modules: {reason}", 400, "prompt_modules", "model_not_supported")
         longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)

@@ -165,8 +165,6 @@ class TokenizedRequest:
 
     def __post_init__(self) -> None:
         check_segments(self.segments, len(self.prompt_token_ids))
-        if self.segments and (self.params.prompt_logprobs is not None or self.embedding is not None):
-            raise Invalid("TokenizedRequest: segments have no logprobs, and make no embedding")
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
             raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
         unpack_breakers(self.dry_breakers)
