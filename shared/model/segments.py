@@ -64,6 +64,7 @@ class Layout:
 
     @cached_property
     def num_holes(self) -> int:
+        """The holes of all segments: the last one has none."""
         return self.starts[-1] - sum(each.num_tokens for each in self.segments[:-1])
 
     def at(self, slot: int) -> int:

@@ -353,3 +353,20 @@ def test_what_is_cached_of_a_prompt_s_segments_is_passed_over_wherever_it_stands
     assert ask(2, [6, 1, 2, 3, 4, 5]) == (2, 32 + 3)
     assert ask(3, [1, 7, 2, 8, 3]) == (3, 2 * 32 + 3)
     assert blocks.num_free_blocks == blocks.num_blocks
+
+
+def test_blocks_that_others_hold_behind_a_gap_are_no_room() -> None:
+    """Two compute one prompt at once: the cache has the first block of one, and the others of the other. Without the first, nobody shares the others."""
+    blocks = BlockManager(12, 16)
+    layout = Layout((Segment(64, 0), Segment(3, 900, (0,))), 16)
+    slots = layout.pad(list(range(67)))
+    one, other, third = (make_sequence(handle, slots, 1, layout=layout) for handle in range(3))
+    for sequence, num_tokens in ((one, 16), (other, 64)):
+        assert blocks.grow(sequence, 67)
+        sequence.num_computed_tokens = num_tokens
+        blocks.commit(sequence)
+    assert blocks.num_held(third) == 4
+    blocks.free(one)
+    blocks.empty.clear()
+    blocks._release(blocks._take())  # evicted: the first block that `one` had cached
+    assert len(blocks.cached_blocks) == 3 and blocks.num_held(third) == 0 and blocks.match(third) == []

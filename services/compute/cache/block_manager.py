@@ -133,9 +133,20 @@ class BlockManager:
         return True
 
     def num_held(self, sequence: Sequence) -> int:
-        """How many of the sequence's reusable blocks are cached, and held by others."""
-        names = [self._hash(sequence, number) for number in range(sequence.num_reusable_tokens // self.block_size)] if self.prefix_caching else []
-        return sum(self.ref_counts[block_id] > 0 for name in names if (block_id := self.cached_blocks.get(name)) is not None)
+        """How many blocks the sequence will share with others that hold them now: of each segment,
+        those cached from its beginning on. Behind a gap nothing is shared."""
+        return sum(
+            self.ref_counts[self.cached_blocks[name]] > 0
+            for names in self._names(sequence)
+            for name in (takewhile(self.cached_blocks.__contains__, names) if self.prefix_caching else ())
+        )
+
+    def _names(self, sequence: Sequence) -> list[list[bytes]]:
+        """The hashes of the sequence's reusable blocks, by segment; without segments all are of one."""
+        num_blocks = sequence.num_reusable_tokens // self.block_size
+        starts = sequence.layout.starts if sequence.layout is not None else [0]
+        borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
+        return [[self._hash(sequence, number) for number in range(first, last)] for first, last in pairwise(borders)]
 
     def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
         """Behind what `match` found: the cached block that begins with the most of the sequence's next
@@ -151,16 +162,15 @@ class BlockManager:
         """For each segment of the sequence, the hashes of its reusable blocks that are not in the
         prefix cache; none twice. No more than there is room for beside those that are, which count
         as used last."""
-        num_blocks = sequence.num_reusable_tokens // self.block_size
-        starts = sequence.layout.starts if sequence.layout is not None else [0]
-        borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
-        names = [self._hash(sequence, number) for number in range(num_blocks)]
-        unheld = [block_id for name in names if (block_id := self.cached_blocks.get(name)) is not None and self.ref_counts[block_id] == 0]
+        by_segment = self._names(sequence)
+        known = {name for names in by_segment for name in names if name in self.cached_blocks}
+        unheld = dict.fromkeys(self.cached_blocks[name] for names in by_segment for name in names if name in known)
+        unheld = {block_id: None for block_id in unheld if self.ref_counts[block_id] == 0}
         for block_id in reversed(unheld):
             self.evictable.move_to_end(block_id)
-        room, known, missing = self.num_free_blocks - len(set(unheld)), set(self.cached_blocks.keys() & set(names)), list[list[bytes]]()
-        for first, last in pairwise(borders):
-            own = [name for name in dict.fromkeys(names[first:last]) if name not in known][: max(0, room)]
+        room, missing = self.num_free_blocks - len(unheld), list[list[bytes]]()
+        for names in by_segment:
+            own = [name for name in dict.fromkeys(names) if name not in known][: max(0, room)]
             known.update(own)
             room -= len(own)
             missing.append(own)

@@ -298,7 +298,7 @@ class Scheduler:
             self.admission.observe(self.running.values())
             self._is_observed = True
         matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
-        if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
+        if self._has_blocks(sequence, matched, budget, is_fork=twin is not None) and self.admission.admits(sequence, matched):
             return Begin(matched, twin)
         return Wait(0)
 
@@ -328,11 +328,11 @@ class Scheduler:
             able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.tenant_id] - 1) > sequence.rank]
         return max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each)), default=None)
 
-    def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
+    def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int, *, is_fork: bool) -> bool:
         """Whether there are free blocks for the sequence's first chunk now; with segments, of which
         later ones may be found, for all of it that nobody holds."""
         blocks = self.block_manager
-        if sequence.layout is not None and all(block_id in blocks.origins for block_id in matched):
+        if sequence.layout is not None and not is_fork:
             return blocks.num_blocks_for(sequence.num_tokens) - blocks.num_held(sequence) <= blocks.num_free_blocks
         num_tokens = sequence.num_tokens if sequence.layout is not None else min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)

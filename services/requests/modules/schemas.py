@@ -64,8 +64,8 @@ class Module(Body):
         return [piece for piece in found if piece.text or piece.parameter]
 
 
-class Slot(Body):
-    """A module, or several of which a prompt takes one at most. They begin behind the slot before."""
+class Entry(Body):
+    """A module, or several of which a prompt takes one at most. They begin behind the entry before."""
 
     name: Name | None = Field(None, description="of one module; see Module")
     text: str | None = Field(None, description="of one module")
@@ -77,7 +77,7 @@ class Slot(Body):
     _members: list[Module] = PrivateAttr([])
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Slot":
+    def _is_one(self) -> "Entry":
         if self.union and self.name is None and self.text is None and not self.parameters:
             self._members = self.union
         elif not self.union and self.name is not None and self.text is not None:
@@ -95,7 +95,9 @@ class PromptModulesBody(Body):
     """A set of modules."""
 
     model: str = Field("", max_length=MAX_NAME, description="a served name, by whose tokenizer they are measured; may be left out if only one is served")
-    modules: Annotated[list[Slot], BeforeValidator(at_most(MAX_MODULES)), Field(min_length=1)] = Field(description="in the order of their positions; see Slot")
+    modules: Annotated[list[Entry], BeforeValidator(at_most(MAX_MODULES)), Field(min_length=1)] = Field(
+        description="in the order of their positions; see Entry"
+    )
 
     @model_validator(mode="after")
     def _has_different_names(self) -> "PromptModulesBody":
@@ -107,7 +109,7 @@ class PromptModulesBody(Body):
         return self
 
     def all_modules(self) -> Iterator[Module]:
-        return (module for slot in self.modules for module in slot.members)
+        return (module for entry in self.modules for module in entry.members)
 
 
 class UsedModule(Body):
@@ -115,6 +117,11 @@ class UsedModule(Body):
 
     name: Name = Field(description="of a module of the set")
     arguments: Annotated[dict[str, str], BeforeValidator(at_most(MAX_PARAMETERS))] = Field({}, description="texts by parameter; one that is left out is empty")
+
+
+def also_names(schema: dict[str, Any]) -> None:
+    """Say in the API's description that `use` takes names, too."""
+    schema["items"] = {"anyOf": [{"type": "string"}, schema["items"]]}
 
 
 def read_use(value: Any) -> Any:
@@ -130,7 +137,7 @@ class UsedModules(Body):
 
     id: str = Field(max_length=64, description="of the set, as POST /v1/prompt_modules answered")
     use: Annotated[list[UsedModule], BeforeValidator(read_use), BeforeValidator(at_most(MAX_USED)), Field(min_length=1)] = Field(
-        description="names, or objects with a name and arguments; their order says nothing, for each has its place"
+        description="names, or objects with a name and arguments; their order says nothing, for each has its place", json_schema_extra=also_names
     )
 
     @model_validator(mode="after")

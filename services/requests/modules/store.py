@@ -56,7 +56,7 @@ class ModuleFacts:
     name: str
     position: int
     num_positions: int  # of its texts, and of the rooms for arguments
-    slot: int  # modules of one slot are a union
+    entry: int  # of the set's list: modules of one entry are a union
     parameters: dict[str, int]  # and the tokens that each one's argument may have
 
     @property
@@ -93,19 +93,19 @@ class ModuleStore:
         long, Rejected (429) where the owner has too many."""
         modules, parts = placed(body, token_ids)
         values = {PREFIX + name: orjson.dumps(each) for name, each in parts.items()}
-        said = [[each.name, each.position, each.num_positions, each.slot, each.parameters] for each in modules]
+        said = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
         digest = hashlib.blake2b(orjson.dumps([model, said, parts]), digest_size=12).hexdigest()
         num_bytes = sum(map(len, values.values())) + len(orjson.dumps(said))
-        found = ModuleSet(f"pm-{digest}", model, int(time.time()), num_bytes, modules)
-        about = orjson.dumps({"model": model, "created_at": found.created_at, "num_bytes": num_bytes, "modules": said})
+        set_id = f"pm-{digest}"
+        about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": said})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
-        keys = module_set_key(owner, found.set_id), module_sets_key(owner), found.set_id
+        keys = module_set_key(owner, set_id), module_sets_key(owner), set_id
         with redis_errors_as_503():
             is_kept: Any = await self.client.eval(CREATE, 0, *keys, time.time(), TTL_S, MAX_SETS, MAX_BYTES, num_bytes, *fields)
         if not is_kept:
             reason = f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
             raise Rejected(reason, status=429, retry_after_s=60, code="storage_limit_exceeded")
-        return await self.load(owner, found.set_id)
+        return await self.load(owner, set_id)
 
     async def load(self, owner: str, set_id: str, param: str = "id") -> ModuleSet:
         """Raises Invalid (404)."""
@@ -169,10 +169,10 @@ def placed(body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> tuple[list
     """Where the modules stand; and of each, by name, its parts: positions and tokens, or positions,
     parameters and their rooms. Raises Invalid."""
     texts, modules, parts, next_position = iter(token_ids), list[ModuleFacts](), dict[str, list[Any]](), 0
-    for number, slot in enumerate(body.modules):
-        position = slot.position if slot.position is not None else next_position
+    for number, entry in enumerate(body.modules):
+        position = entry.position if entry.position is not None else next_position
         ends = []
-        for module in slot.members:
+        for module in entry.members:
             end, own = position, list[Any]()
             for piece in module.pieces():
                 ids = next(texts) if not piece.parameter else np.zeros(0, np.int32)
@@ -203,9 +203,9 @@ def check_use(used: UsedModules, facts: dict[str, ModuleFacts]) -> None:
             raise Invalid(f"the set has no module {shortened(each.name)!r}", param=param)
         if unknown := next((name for name in each.arguments if name not in facts[each.name].parameters), None):
             raise Invalid(f"the module {each.name} has no parameter {shortened(unknown)!r}", param=param)
-        if other := taken.get(facts[each.name].slot):
+        if other := taken.get(facts[each.name].entry):
             raise Invalid(f"{other} and {each.name} are of one union: a prompt takes one of them", param=param)
-        taken[facts[each.name].slot] = each.name
+        taken[facts[each.name].entry] = each.name
 
 
 def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
