@@ -21,6 +21,7 @@ def main() -> None:
     stage.is_encoder = engine.is_encoder
     stage.labels, stage.is_multi_label = files.labels, files.is_multi_label
     stage.sizes = sizes_of(files)
+    stage.takes_images = engine.images is not None
     blocks = engine.scheduler.block_manager
     if blocks.prefix_caching:
         stage.kv_fingerprint, stage.block_size = blocks.fingerprint, blocks.block_size

@@ -15,7 +15,8 @@ from services.compute.sequence import Sequence
 from services.compute.speculation.speculation import Speculation
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.segments import Layout, length_of
-from shared.process.errors import Lost
+from shared.model.vision.images import place_images
+from shared.process.errors import Invalid, Lost
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, write_dead_letter
 from shared.wire.line import Pipeline
@@ -32,6 +33,9 @@ MAX_CLAIMED = 256  # at a time, with their logs
 FORGET_CONSUMERS_EVERY = 30  # claims
 LEFT_FOR_S = 5.0  # what another fingerprint began: its replicas look for it every second
 REMEMBERED_S = 60.0  # so that nothing is left twice
+# prompts that wait here, where tenants and priorities count; gateways admit as many by default
+BACKLOG = 1024
+TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 STEAL_EVERY_S, STEAL_BUSY_EVERY_S = 0.1, 1.0  # without sequences that wait for the reply, and with
 
 
@@ -51,6 +55,7 @@ class Admitter:
         self.constraints = constraints
         self.speculation = speculation
         self.active = active
+        self.images = engine.images
         self.vocab_size = engine.runner.vocab_size
         self.quarantine = Quarantine(stage.transport)
         self._handle_by_request: dict[str, int] = {}
@@ -69,12 +74,29 @@ class Admitter:
         """The request has ended."""
         self.quarantine.forget(active.sequence)
         self.constraints.forget(active.sequence.handle)
+        if self.images is not None:
+            self.images.forget(active.sequence.handle)
         if (tally := self.speculation.forget(active.sequence.handle)).num_drafts:
             log.info(
                 "drafts of a request", request_id=active.request.request_id, num_drafts=tally.num_drafts, num_draft_tokens=tally.num_draft_tokens,
                 num_accepted_tokens=tally.num_accepted_tokens,
             )  # fmt: skip
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
+
+    @property
+    def num_wanted(self) -> int:
+        """How many prompts to take: for the free places in a step, and a backlog to wait here,
+        where tenants and priorities count.
+
+        But nothing waits here that another replica could begin at once.
+        """
+        return max(0, self.scheduler.max_num_seqs + (0 if self.num_places_elsewhere(1) else BACKLOG) - len(self.active))
+
+    def num_places_elsewhere(self, depth: int) -> int:
+        """How many sequences other replicas lack that are to have `depth` for each place, as they
+        said last."""
+        others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
+        return int(sum(max(0, depth * (load.max_num_seqs or 0) - (load.running or 0) - (load.waiting or 0)) for load in others))
 
     def claim(self, num_wanted: int) -> None:
         """Take over what dead replicas left, and forget their names."""
@@ -162,7 +184,11 @@ class Admitter:
         if (error := self._mistake(request)) is not None:
             self._refuse(delivery, error)
             return None
-        sequence = self._sequence(request, logged)
+        try:
+            sequence = self._sequence(request, logged)
+        except Invalid as invalid:
+            self._refuse(delivery, RequestError(str(invalid), invalid.status, invalid.param, invalid.code))
+            return None
         return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
 
     def _is_another_s(self, delivery: Delivery, logged: list[TokenEvent]) -> bool:
@@ -190,6 +216,8 @@ class Admitter:
             return RequestError("a prompt with modules has no logprobs, and makes no embedding", 400, "prompt_modules")
         if request.segments and (reason := self.engine.no_segments):
             return RequestError(f"prompt modules: {reason}", 400, "prompt_modules", "model_not_supported")
+        if request.images and (reason := self._cannot_see(request)):
+            return RequestError(reason, 400, "messages", "model_not_supported")
         longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)
         if num_tokens > longest:
             return RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens")
@@ -199,9 +227,18 @@ class Admitter:
             return RequestError(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, name)
         return None
 
+    def _cannot_see(self, request: TokenizedRequest) -> str:
+        """Why the request's images can't be understood here; empty: they can."""
+        if self.images is None:
+            return "this model's compute stage reads text only: images can't be understood"
+        if request.segments or request.embedding is not None or request.params.prompt_logprobs is not None:
+            return "a prompt with images takes no modules, has no logprobs, and makes no embedding"
+        return ""
+
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
         layout = Layout(request.segments, self.scheduler.block_manager.block_size) if request.segments else None
-        prompt = request.prompt_token_ids.tolist() if layout is None else layout.pad(request.prompt_token_ids.tolist())
+        placed = place_images(request.prompt_token_ids, request.images, request.image_token_id)
+        prompt = placed.token_ids.tolist() if layout is None else layout.pad(placed.token_ids.tolist())
         # the first token's entry holds them
         params = replace(request.params, prompt_logprobs=None) if logged else request.params
         scheduling = request.scheduling
@@ -221,6 +258,9 @@ class Admitter:
             dry_breakers=unpack_breakers(request.dry_breakers),
             prediction=request.prediction_token_ids.tolist(),
             layout=layout,
+            images=placed.runs,
+            positions=placed.positions,
+            position_shift=placed.position_shift,
             embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
 
@@ -243,9 +283,9 @@ class Admitter:
             if delivery.entry_id in verdicts and sequence.num_output_tokens:
                 self.quarantine.watch(sequence)
             begun.append(active)
-        if constrained := [active.sequence for active in begun if active.request.constraint is not None]:
-            # a grammar may kill while it is compiled
-            self.exchange.remember(self.quarantine.told(constrained, has_run=True))
+        if opening := [active.sequence for active in begun if active.request.constraint is not None or active.request.images]:
+            # a grammar may kill while it is compiled, and an image while it is encoded
+            self.exchange.remember(self.quarantine.told(opening, has_run=True))
             self.exchange.publish_held()
         for active in begun:
             self.begin(active.sequence)
@@ -260,22 +300,47 @@ class Admitter:
         log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
         return dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
 
-    def opened(self, sequence: Sequence) -> None:
-        """A sequence whose grammar is compiled now waits like any other."""
-        self.exchange.remember(self.quarantine.told([sequence], has_run=False))
-        self.scheduler.add(sequence)
+    def open(self) -> list[tuple[Sequence, RequestError]]:
+        """Sequences whose grammars are compiled now wait like any other. Returns those of which that
+        failed."""
+        return self._opened(self.constraints.opened())
+
+    def encode(self) -> list[tuple[Sequence, RequestError]]:
+        """Go on with images. Sequences that have all of theirs wait like any other. Returns those that
+        will not get one, or not in time."""
+        if self.images is None or not self.images.opening:
+            return []
+        late = [(sequence, TIMEOUT_ERROR) for sequence in self.images.expired(time.time())]
+        return late or self._opened(self.images.step(is_busy=bool(self.scheduler.running)))
+
+    def _opened(self, found: list[tuple[Sequence, RequestError | None]]) -> list[tuple[Sequence, RequestError]]:
+        """Queue those without an error, and return the others."""
+        for sequence in [sequence for sequence, error in found if error is None]:
+            self.queue(sequence)
+            if self.is_scheduled(sequence):
+                self.exchange.remember(self.quarantine.told([sequence], has_run=False))
+        return [(sequence, error) for sequence, error in found if error is not None]
 
     def begin(self, sequence: Sequence) -> None:
         """Hand a sequence to the scheduler; with a constraint, once its grammar is compiled."""
         constraint = self.active[sequence.handle].request.constraint
         if constraint is None:
-            self.scheduler.add(sequence)
+            self.queue(sequence)
         else:
             self.constraints.open(sequence, constraint)
 
+    def queue(self, sequence: Sequence) -> None:
+        """The sequence waits for its turn; with images, once they are embeddings."""
+        request = self.active[sequence.handle].request
+        if self.images is None or not request.images or self.images.has(sequence, request.images):
+            self.scheduler.add(sequence)
+        else:
+            self.images.open(sequence, response_of(sequence.request_id), request.images)
+
     def is_scheduled(self, sequence: Sequence) -> bool:
         """Whether the scheduler has it, among those that wait or those that run."""
-        return sequence.handle not in self.quarantine.suspects and sequence.handle not in self.constraints.opening
+        is_opening = sequence.handle in self.constraints.opening or (self.images is not None and sequence.handle in self.images.opening)
+        return sequence.handle not in self.quarantine.suspects and not is_opening
 
     def _give_up(self, delivery: Delivery) -> None:
         """End a request of which replicas died, each time it ran alone."""

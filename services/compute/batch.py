@@ -4,6 +4,7 @@ afterwards."""
 from dataclasses import dataclass
 
 from services.compute.sequence import RowKey
+from shared.model.vision.images import ImageRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class BatchRow:
     position_shift: int = 0
     # of the blocks, how many of their places are tokens; empty: all are
     block_lens: tuple[int, ...] = ()
+    # of token_ids, those that embeddings of images stand in for: runs from the first of them on
+    images: tuple[ImageRun, ...] = ()
+    # of token_ids, in time, down and across, where that is not the same
+    positions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, c
 from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier
 from services.compute.fingerprint import fingerprint
+from services.compute.images.encoding import ImageEncoding
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
@@ -58,6 +59,7 @@ class Engine:
     speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
     proposers: tuple[Proposer, ...]  # those of them that have weights
     tier: KVTier | None  # of the prefix cache, with --kv-disk
+    images: ImageEncoding | None  # None: it sees none
     max_sampled: int  # rows of logits of a step
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
@@ -153,6 +155,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         speculators = choose_speculators(settings, model)
         drafting = load_draft_models(speculators, settings, files, model, limit)
         heads = load_heads(settings, speculators, model)
+    images = load_images(settings, files, model)
     models = [model, *(each.model for each in drafting)]
     with first_kernels(device):
         max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
@@ -164,7 +167,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv), *([heads.config] if isinstance(heads, EagleHead) else [])]
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
-    runner = ModelRunner(model, kv_cache, backend.row_search)
+    runner = ModelRunner(model, kv_cache, backend.row_search, images.embeddings if images is not None else None)
     found = fingerprint(settings, files, model.backend)
     with first_kernels(device):
         check_numbers(runner, files.name)
@@ -179,7 +182,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     tier = open_tier(settings, scheduler.block_manager, kv_cache)
     scheduler.awaits_restoring = tier is not None
     return Engine(
-        scheduler, runner, tier=tier,
+        scheduler, runner, tier=tier, images=images,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
         no_segments=refuse_segments(model, settings.block_size),
@@ -190,6 +193,18 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
+
+
+def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> ImageEncoding | None:
+    """The part of the model that sees, where our own executor runs the rest. Raises StartupError."""
+    if files.vision is None or not isinstance(model, Decoder):
+        return None
+    try:
+        from services.compute.images.tower import load_tower
+    except ImportError as error:
+        raise StartupError(f"{files.name} sees images with the transformers library, which can't be loaded here: {error}") from None
+    tower = load_tower(files.folder, model.backend.dtype, model.backend.device)
+    return ImageEncoding(tower, files.folder, files.vision, settings.image_cache)
 
 
 def refuse_segments(model: Model, block_size: int) -> str:

@@ -1,7 +1,7 @@
 """ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as
 logits."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from services.compute.backends.buffers import Taps, to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
 from services.compute.executor import DrawnTokens
-from services.compute.models.decoder import ForwardBatch
+from services.compute.models.decoder import ForwardBatch, Overlay
 from services.compute.sequence import PENDING, RowKey
 
 
@@ -96,9 +96,13 @@ PROMPT_ROWS = 64
 class ModelRunner:
     """The Executor of a model in this process."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None) -> None:
-        """row_search: the model's backend's, if none is given."""
+    def __init__(
+        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = None
+    ) -> None:  # fmt: skip
+        """row_search: the model's backend's, if none is given; images: embeddings of those in the
+        batches, by key, [tokens, hidden]."""
         self.model = model
+        self.images = images if images is not None else {}
         self.kv_cache = kv_cache
         self.row_search = row_search or model.backend.row_search
         self.buffers = model.backend.buffers
@@ -162,19 +166,20 @@ class ModelRunner:
         slot_mapping: list[int] = []
         for row in batch.rows:
             table, first, last = row.block_table, row.num_computed_tokens, row.num_context_tokens
-            input_ids.extend(row.token_ids)
+            input_ids.extend(row.token_ids if not row.images else [max(0, each) for each in row.token_ids])
             positions.extend(range(first + row.position_shift, last + row.position_shift))
             slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
         logit_rows = sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})
         prepared = ForwardBatch(
             input_ids=self.buffers.fill("input_ids", input_ids),
-            positions=self.buffers.fill("positions", positions),
+            positions=self._positions(batch, positions),
             slot_mapping=self.buffers.fill("slot_mapping", slot_mapping),
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
             block_lens=block_lens_of(batch, block_size),
             logit_rows=self.buffers.fill("logit_rows", logit_rows),
+            overlay=self._overlay(batch),
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)
@@ -182,6 +187,24 @@ class ModelRunner:
         if drawn is not None:
             _feed(prepared.input_ids, batch, drawn)
         return prepared, plan
+
+    def _positions(self, batch: ScheduledBatch, places: list[int]) -> torch.Tensor:
+        """ForwardBatch's positions. places: of tokens whose rows say nothing else."""
+        if not any(row.positions for row in batch.rows):
+            return self.buffers.fill("positions", places)
+        axes: tuple[list[int], ...] = ([], [], [])
+        for row, start in zip(batch.rows, _starts(batch), strict=True):
+            for number, axis in enumerate(axes):
+                axis.extend(row.positions[number] if row.positions else places[start : start + row.num_tokens])
+        return self.buffers.fill("positions of images", [*axes[0], *axes[1], *axes[2]]).view(3, -1)
+
+    def _overlay(self, batch: ScheduledBatch) -> Overlay | None:
+        runs = [(start + run.start, run) for row, start in zip(batch.rows, _starts(batch), strict=True) for run in row.images]
+        if not runs:
+            return None
+        rows = np.concatenate([np.arange(first, first + run.count) for first, run in runs])
+        values = torch.cat([self.images[run.key][run.row : run.row + run.count] for _, run in runs])
+        return Overlay(to_device(rows, values.device), values)
 
     def _wanted(self, rows: list[int]) -> torch.Tensor:
         """Some of the last step's logit_rows. All of them are there already."""

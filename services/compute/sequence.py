@@ -43,7 +43,8 @@ import numpy as np
 from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import SamplingParams
-from shared.model.segments import HOLE, Layout
+from shared.model.segments import Layout
+from shared.model.vision.images import ImageRun
 from shared.wire.messages import EmbeddingParams
 
 # in the place of a sequence's last token: the device has drawn it, and it is not read yet
@@ -94,13 +95,13 @@ class TokenCounts:
         """Count the first num_tokens: what is new, and what was counted beyond them no more."""
         if not self._place and num_tokens - self.first > len(self._ids):
             counted = np.array(token_ids[self.first : num_tokens], np.int64)
-            self._ids, times = np.unique(counted[counted != HOLE], return_counts=True)
+            self._ids, times = np.unique(counted[counted >= 0], return_counts=True)
             self._times = times.astype(np.float32)
             self._place = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
             self.num_counted = num_tokens - self.first
         self.drop(token_ids, num_tokens)
         for token_id in token_ids[self.first + self.num_counted : num_tokens]:
-            if token_id == HOLE:
+            if token_id < 0:
                 continue
             place = self._place.setdefault(token_id, len(self._place))
             if place == len(self._ids):
@@ -166,6 +167,11 @@ class Sequence:
     # of the prompt's segments, if it has some: then all numbers of tokens count slots, and tokens are
     # HOLE where nothing is
     layout: Layout | None = None
+    # of its prompt, the tokens that stand for images: what is there of each is below 0, and names it
+    images: tuple[ImageRun, ...] = ()
+    # of its prompt's tokens, where images have rows and columns: [3, n] int64
+    positions: Array | None = None
+    position_shift: int = 0  # of a token behind the prompt: its position, less its place
     # set: its prompt is computed, and no token is sampled; its pooling is said
     embedding: EmbeddingParams | None = None
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
@@ -258,6 +264,14 @@ class Sequence:
         decided = min(self.num_tokens - 1, self.num_decided_tokens)
         return decided if self.is_scored else min(decided, self.num_scored_tokens)
 
+    def images_in(self, first: int, last: int) -> tuple[ImageRun, ...]:
+        """The runs among the tokens [first, last), from there on."""
+        return tuple(
+            ImageRun(max(run.start - first, 0), min(run.end, last) - max(run.start, first), run.key, run.row + max(0, first - run.start))
+            for run in self.images
+            if run.start < last and first < run.end
+        )
+
     def pooled_tokens(self, first: int, last: int) -> range:
         """Which of the tokens [first, last) have hidden states that go into its embedding."""
         if self.embedding is None:
@@ -295,10 +309,10 @@ class Sequence:
         return self._seen
 
     def history(self, num_tokens: int) -> Array:
-        """The first num_tokens, of prompt and output, without holes: [n] int64."""
+        """The first num_tokens, of prompt and output, without holes and images: [n] int64."""
         self._history = self._history or TokenArray()
         found = self._history.follow(self.token_ids)[:num_tokens]
-        return found if self.layout is None else found[found != HOLE]
+        return found if self.layout is None and not self.images else found[found >= 0]
 
     def prefix(self) -> "Prefix":
         """All its tokens, as they are now."""

@@ -14,7 +14,7 @@ and `step_ahead`. The first is the specification: the second sends the same rows
 import time
 from typing import Any
 
-from services.compute.admit import Admitter
+from services.compute.admit import TIMEOUT_ERROR, Admitter
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints, Masking
 from services.compute.candidates.prompt_logprobs import score_prompts
@@ -50,9 +50,6 @@ IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
 # that a step waits for masks when its forward pass is over; rows without one sit out
 MASK_BUDGET_S = 0.01
-# prompts that wait here, where tenants and priorities count; gateways admit as many by default
-BACKLOG = 1024
-TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 
 
 class ComputeService:
@@ -63,6 +60,7 @@ class ComputeService:
         self.model = stage.model
         self.scheduler = engine.scheduler
         self.tier = engine.tier
+        self.images = engine.images
         self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(
@@ -84,6 +82,8 @@ class ComputeService:
         self.stage.catch_signals()
         self.stage.transport.wait_until_up(self.stage.settings.redis_timeout_s)
         self.exchange.start()
+        if self.images is not None:
+            self.images.start(self.stage.transport)
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()
@@ -100,6 +100,7 @@ class ComputeService:
     def step(self) -> None:
         """One step. What has come is applied before anything is scheduled: a sequence that has
         ended must not run again."""
+        is_encoding = self.encode_images()
         self.meter.begin()
         self.receive()
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
@@ -119,7 +120,14 @@ class ComputeService:
         elif flight is not None:
             self.collect(flight)
         elif is_restored:
-            self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
+            self.receive(wait_s=OPENING_WAIT_S if is_encoding or self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
+
+    def encode_images(self) -> bool:
+        """Before a step, one call of the encoder, if it has something to do and it is its turn. Returns
+        whether sequences wait for it."""
+        for sequence, error in self.admitter.encode():
+            self.cancel(self.active[sequence.handle], error)
+        return self.images is not None and bool(self.images.opening)
 
     def step_waiting(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step while no other runs. The masks of its grammars are filled beside
@@ -233,7 +241,7 @@ class ComputeService:
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""
-        inbox = self.exchange.receive(self.num_prompts_wanted, wait_s=wait_s)
+        inbox = self.exchange.receive(self.admitter.num_wanted, wait_s=wait_s)
         if wait_s and self.active:
             self.meter.lap("wait")
         for decision in inbox.decisions:
@@ -244,11 +252,8 @@ class ComputeService:
             self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
         self.admitter.steal()
-        for sequence, error in self.constraints.opened():
-            if error is None:
-                self.admitter.opened(sequence)
-            else:
-                self.cancel(self.active[sequence.handle], error)
+        for sequence, error in self.admitter.open():
+            self.cancel(self.active[sequence.handle], error)
         for sequence in self.scheduler.waiting.expired(time.time()):
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)
 
@@ -284,25 +289,10 @@ class ComputeService:
         self.scheduler.truncate(active.sequence, num_tokens)
         self.exchange.undecided.forget(active.sequence.handle, position)
 
-    @property
-    def num_prompts_wanted(self) -> int:
-        """How many prompts to take: for the free places in a step, and a backlog to wait here,
-        where tenants and priorities count.
-
-        But nothing waits here that another replica could begin at once.
-        """
-        return max(0, self.scheduler.max_num_seqs + (0 if self.num_places_elsewhere(1) else BACKLOG) - len(self.active))
-
-    def num_places_elsewhere(self, depth: int) -> int:
-        """How many sequences other replicas lack that are to have `depth` for each place, as they
-        said last."""
-        others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
-        return int(sum(max(0, depth * (load.max_num_seqs or 0) - (load.running or 0) - (load.waiting or 0)) for load in others))
-
     def hand_on(self) -> None:
         """Hand sequences that have not begun to replicas with less to do: the last in rank is
         released, until they have as many that wait as places."""
-        num_surplus = min(self.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
+        num_surplus = min(self.admitter.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
         waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.num_output_tokens and each.handle not in self.scheduler.apart]
@@ -373,7 +363,7 @@ class ComputeService:
         self.drop_taken_over()
         self.exchange.follow_clock()
         self.exchange.tell_prefixes()
-        self.admitter.claim(self.num_prompts_wanted)
+        self.admitter.claim(self.admitter.num_wanted)
         self.hand_on()
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):

@@ -28,6 +28,8 @@ from services.requests.client import connect
 from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
 from services.requests.grammars.checker import GrammarChecker
+from services.requests.images.fetch import ImageFetcher
+from services.requests.images.reader import ImageReader
 from services.requests.responses.stored import Store
 from services.requests.tenants.api_keys import check_exposure
 from shared.process.errors import StartupError
@@ -55,9 +57,10 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies")
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, pipeline.answers)
+    files = FileStore(client, Storage(settings.files_url))
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client),
+        store=store, keys=keys, files=files, images=ImageReader(files, ImageFetcher(settings.image_host)), batches=BatchStore(client),
         jobs=Jobs(settings.redis_url), reading=Reading(client),
     )  # fmt: skip
 

@@ -80,6 +80,7 @@ async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
     await context.store.followers.aclose()
     await context.bodies.helpers.stop()
     await context.grammars.helpers.stop()
+    await context.images.helpers.stop()
     await context.pipeline.answers.helper.stop()
 
 

@@ -18,11 +18,11 @@ from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody
 from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
-from services.requests.helpers.worker import run_worker
 from services.requests.modules.schemas import PromptModulesBody
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.responses.schemas import ResponseBody
+from shared.process.worker import run_worker
 
 BODIES: tuple[type[Body], ...] = (
     ChatCompletionBody,

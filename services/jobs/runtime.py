@@ -21,6 +21,8 @@ from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.grammars.checker import GrammarChecker
+from services.requests.images.fetch import ImageFetcher
+from services.requests.images.reader import ImageReader
 from services.requests.responses.conversation import ConversationContext
 from services.requests.responses.stored import Store
 from shared.process.settings import JobsSettings
@@ -48,10 +50,17 @@ class JobsRuntime:
         self.files = FileStore(self.client, self.storage)
         self.batches = BatchStore(self.client)
         self.grammars = GrammarChecker()
+        self.images = ImageReader(self.files, ImageFetcher(settings.image_host))
         self.answers = AnswerChecker()
         admission = Admission(stage, self.client, settings)
         self.context = ConversationContext(
-            settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
+            settings=settings,
+            stage=stage,
+            client=self.client,
+            grammars=self.grammars,
+            images=self.images,
+            admission=admission,
+            store=Store(self.client, self.client, 1.0),
         )
         self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
         refuse_foreign_messages(stage.transport)
@@ -85,6 +94,7 @@ class JobsRuntime:
     def close(self) -> None:
         """Once no task runs any more."""
         self.call(self.grammars.helpers.stop())
+        self.call(self.images.helpers.stop())
         self.call(self.answers.helper.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -15,6 +15,7 @@ from shared.process.stages import STAGES
 from shared.process.telemetry import setup_logging
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b", "qwen2.5-7b", "smollm2-135m", "tiny")
+SEEING_SHAPES = ("smolvlm-256m", "tiny-smolvlm")
 
 EXAMPLES = """examples:
   penstock up                                   a small model, fetched once, on http://127.0.0.1:8000
@@ -114,7 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built)
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests", epilog=MAKE_MODEL_EXAMPLES)
     make.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
+    make.add_argument("--shape", choices=SHAPES + SEEING_SHAPES, default="tiny", help="default: %(default)s")
+    make.add_argument("--text", default="", metavar="MODEL", help="of shapes that see: the model whose text part is taken (default: smollm2-135m, or demo)")
     make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
     make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)")
     add_force(make)
@@ -283,10 +285,20 @@ def run_tool(args: argparse.Namespace) -> None:
         case "train-heads":
             run_train_heads(args)
         case "make-model":
-            from services.compute.tools.make_model import make_model
-
-            make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed, force=args.force)
+            run_make_model(args)
             print(f"written to {args.out}; serve it: penstock up --model {args.out}")
+
+
+def run_make_model(args: argparse.Namespace) -> None:
+    if args.text and args.shape not in SEEING_SHAPES:
+        raise StartupError(f"--text is for shapes that see: {', '.join(SEEING_SHAPES)}")
+    if args.shape in SEEING_SHAPES:
+        from services.compute.tools.make_vision_model import make_vision_model
+
+        return make_vision_model(args.out, shape=args.shape, text=args.text, dtype=args.dtype, seed=args.seed, force=args.force)
+    from services.compute.tools.make_model import make_model
+
+    make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed, force=args.force)
 
 
 def run_quantize(args: argparse.Namespace) -> None:

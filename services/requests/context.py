@@ -10,6 +10,7 @@ import redis.asyncio
 
 from services.requests.admission.admission import Admission
 from services.requests.grammars.checker import GrammarChecker
+from services.requests.images.reader import ImageReader
 from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import NOBODY, Tenant
 from shared.process.settings import RequestSettings
@@ -26,6 +27,7 @@ class RequestContext:
     stage: Stage
     client: "redis.asyncio.Redis"
     grammars: GrammarChecker
+    images: ImageReader
     admission: Admission
     caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
 

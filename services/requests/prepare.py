@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from services.requests.bodies.content import Content
 from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.context import RequestContext
 from services.requests.modules.store import ModuleStore
 from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.messages import Message
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.parsing.answer import HARMONY, REASONING, TOOL_CALLS
 from services.requests.parsing.harmony import ANSWER
@@ -18,7 +20,7 @@ from services.requests.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import GenerateRequest, SchedulingParams
+from shared.wire.messages import ChatMessage, GenerateRequest, SchedulingParams
 from shared.wire.prompt_modules import PromptModule
 from shared.wire.replica import Replica
 
@@ -87,6 +89,18 @@ async def modules_for(context: RequestContext, body: GenerateBody, model: str) -
     return await ModuleStore(context.client).take(context.tenant.tenant_id, model, body.prompt_modules, max(lengths, default=None))
 
 
+async def messages_for(context: RequestContext, messages: Sequence[Message], model: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
+    """The messages of the pipeline, and the files of their images by digest. Raises Invalid, and as
+    ImageReader.read."""
+    seen = next((number for number, message in enumerate(messages) if isinstance(message.content, Content)), None)
+    if seen is None:
+        return tuple(message.to_wire() for message in messages), {}
+    if not any(replica.takes_images for replica in context.stage.registry.of("compute", model)):
+        raise Invalid(f"the model {model} reads text only: images can't be understood", param=f"messages[{seen}].content", code="model_not_supported")
+    await context.admission.charge_request(context.caller)
+    return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
+
+
 def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
     return prepared.checks if prepared is not None else ()
 
@@ -110,6 +124,7 @@ async def prepare_chat(
         calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
     )
     modules = await modules_for(context, body, model)
+    messages, images = await messages_for(context, body.messages, model)
     prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
     constraint = prepared.constraint if prepared is not None else None
     if constraint is not None and parsing.reasoning:
@@ -117,11 +132,10 @@ async def prepare_chat(
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
-        checks=checks_of(prepared), **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
+        checks=checks_of(prepared), images=images, **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
     if parsing.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
-    messages = tuple(message.to_wire() for message in body.messages)
     now = time.time()
     scheduling = body.scheduling(now, record.response_id)
     requests = [

@@ -5,7 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgpack
@@ -69,13 +69,15 @@ class ResponseRecord:
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
     echoed: str = ""  # what a chat's answer begins with: its last message, which it goes on with
     checks: Sequence[Sequence[str]] = ()  # as of schemas.prepare.Prepared: what the answer is held against at its end
+    # files of images, by digest: here until it is submitted, and in no record
+    images: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def request_ids(self) -> list[str]:
         return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
 
     def pack(self) -> bytes:
-        packed: bytes = msgpack.packb(asdict(self))
+        packed: bytes = msgpack.packb(asdict(replace(self, images={})))
         return packed
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from shared.model.prefix_hash import HINT_BYTES, prefix_hashes, prefix_root
 from shared.model.segments import SEGMENT_MULTIPLE, Layout, segment_hashes
+from shared.model.vision.images import place_images
 from shared.wire.entries import GroupReader
 from shared.wire.line import Pipeline
 from shared.wire.messages import TokenizedRequest
@@ -124,7 +125,8 @@ def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named
 
 def hashes_of(prompt: TokenizedRequest, replica: Replica, layout: Layout | None, named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[bytes]:
     """The hashes of the prompt's whole blocks, as the replica names them."""
-    token_ids, salt, size = prompt.prompt_token_ids[:-1], prompt.scheduling.cache_salt, replica.block_size
+    placed = place_images(prompt.prompt_token_ids, prompt.images, prompt.image_token_id)
+    token_ids, salt, size = placed.token_ids[:-1], prompt.scheduling.cache_salt, replica.block_size
     key = (replica.kv_fingerprint, size, salt, token_ids.tobytes() + repr(prompt.segments).encode())
     if key not in named:
         root = prefix_root(replica.kv_fingerprint, salt=salt)

@@ -137,7 +137,8 @@ class ChatTemplate:
 def to_template(message: ChatMessage) -> dict[str, Any]:
     """A message as templates know it: of calls, with their arguments as an object where they are
     one."""
-    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    parts = [{"type": "text", "text": part.text} if part.image is None else {"type": "image"} for part in message.parts]
+    entry: dict[str, Any] = {"role": message.role, "content": parts or message.content}
     if message.name is not None:
         entry["name"] = message.name
     if message.tool_call_id is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from services.tokenizer.answers import Answer, describe, detokenized, rendered_prompt, tokenized
 from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
+from services.tokenizer.images import check_images, check_places, expand_images
 from services.tokenizer.modules import LONG_TEXT, PARAM, join, with_place
 from services.tokenizer.offsets import offsets_of
 from services.tokenizer.prepared import Prepared, head_of
@@ -54,6 +55,8 @@ class Encoder:
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
         self.can_shorten = files.can_shorten
+        self.vision = files.vision
+        self.image_token_id = tokenizer.convert_tokens_to_ids(files.vision.placeholder) if files.vision is not None else 0
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
         """Encode requests: for each its tokens, or what else it asked for, or why there is
@@ -72,6 +75,7 @@ class Encoder:
         for each in prepared:
             try:
                 each.request = with_place(each.request)
+                check_images(each.request.messages, self.vision, has_modules=bool(each.request.modules))
                 if each.request.messages is not None:
                     chats.append((each, self._marked(each.request, Conversation(each.request.messages, each.request.chat))))
                 elif (marked := self._marked(each.request, each.text)) is not None and marked != each.text:
@@ -82,6 +86,7 @@ class Encoder:
         for (each, chat), text in zip(chats, rendered, strict=True):
             is_marked = chat.messages is not each.request.messages
             each.take(self._with_own_marks(chat, text, chat_template) if is_marked and isinstance(text, str) else text)
+            expand_images(each, self.vision)
         return prepared
 
     def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
@@ -249,6 +254,7 @@ class Encoder:
         kept = self._truncated(request, token_ids, max_model_len)
         if len(kept) < len(token_ids) or isinstance(text, MarkedText):
             text, token_ids = None, kept
+        check_places(token_ids, prepared.images, self.image_token_id)
         params = request.params
         max_tokens = self._check(request, token_ids, prepared.segments, max_model_len)
         bad_words = self._spell_bad_words(params.bad_words)
@@ -272,6 +278,8 @@ class Encoder:
             traceparent=request.traceparent,
             prediction_token_ids=self._prediction(request, max_model_len),
             segments=prepared.segments,
+            images=prepared.images,
+            image_token_id=self.image_token_id if prepared.images else 0,
         )
 
     def _prediction(self, request: GenerateRequest, max_model_len: int) -> Array:

@@ -8,6 +8,7 @@ from services.tokenizer.chat_template import Slow
 from services.tokenizer.modules import split
 from shared.model.arrays import Array
 from shared.model.segments import Segment
+from shared.model.vision.images import PromptImage
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 
@@ -20,6 +21,7 @@ class Prepared:
     text: str | None = None  # to be encoded; None: the request brought token ids
     token_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [n] int32
     segments: tuple[Segment, ...] = ()  # of the tokens, if the prompt has modules
+    images: tuple[PromptImage, ...] = ()  # in the prompt, in their order
     error: Invalid | None = None  # it ends with this
     is_slow: bool = False  # its chat template takes long: it is to be rendered beside the loop
 

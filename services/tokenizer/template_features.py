@@ -62,6 +62,13 @@ def knows(template: str, variable: str) -> bool:
     return re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
 
+def wants_parts(template: str) -> bool:
+    """Whether contents must be lists of parts: the template goes through them, and never asks
+    whether one is a text."""
+    goes_through = re.search(r"\bin\s+\w+(\[[^\]]*\])?(\.content\b|\[\s*['\"]content['\"]\s*\])", template)
+    return goes_through is not None and "is string" not in template
+
+
 def opened_thought(text: str, reasoning: str, options: Any) -> str:
     """The part of the answer that a rendered conversation holds already, if that is the beginning
     of a thought: the answer is to begin with it.

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from services.tokenizer.template_features import knows
+from services.tokenizer.template_features import knows, wants_parts
 from services.tokenizer.tool_prompt import explain_tools, spell_calls
 
 FRAME = struct.Struct("<Q")  # length of the JSON
@@ -126,7 +126,15 @@ def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> t
         messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
     if not knows(template, "tool_calls") and not knows(template, "tool"):
         messages = spell_calls(messages)
-    return (explain_tools(messages, tools), None) if tools and not knows(template, "tools") else (messages, tools)
+    if tools and not knows(template, "tools"):
+        messages, tools = explain_tools(messages, tools), None
+    return ([with_parts(message) for message in messages] if wants_parts(template) else messages), tools
+
+
+def with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, whose text is a list of one part."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _wants_arguments_as_text(rendered: dict[str, str], messages: list[dict[str, Any]]) -> bool:

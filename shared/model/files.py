@@ -9,6 +9,8 @@ from typing import Any, Literal
 from shared.model.gguf.checkpoint import unpack_metadata
 from shared.model.gguf.parts import model_name, part_names
 from shared.model.sampling_params import SamplingParams
+from shared.model.vision.families import read_family
+from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid, StartupError
 
 DEMO_MODEL = Path(__file__).parents[2] / "services" / "demo" / "model"
@@ -29,8 +31,16 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 
 # A config.json leaves out of its text_config what has the default of the model's class.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
-}
+    "llama": {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
+    },
+    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072},
+}  # fmt: skip
 # of generation_config.json
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -47,6 +57,7 @@ class ModelFiles:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     aliases: tuple[str, ...] = ()  # further names
+    vision: VisionFamily | None = None  # how it sees images; None: it does not
 
     def file(self, name: str) -> Path:
         """The file by the name that the user knows, for messages: of a GGUF file's metadata, that
@@ -170,7 +181,9 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
     generation = _read_json(folder / "generation_config.json") or {}
     if file is not None:  # whose metadata seldom says how to sample: a file beside it does
         generation |= _read_json(file.parent / "generation_config.json") or {}
-    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
+    processor = read_processor(folder)
+    vision = read_family(config, processor) if processor else None
+    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]), vision)
     _check_config(files)
     return files
 
@@ -223,6 +236,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")}
     return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text | whole
+
+
+def read_processor(folder: Path) -> dict[str, Any]:
+    """Read what preprocessor_config.json says of images, or, of newer checkpoints, processor_config.json."""
+    nested = (_read_json(folder / "processor_config.json") or {}).get("image_processor")
+    return nested if isinstance(nested, dict) else _read_json(folder / "preprocessor_config.json") or {}
 
 
 def _find(model: str, weights: bool) -> tuple[Path, str]:

@@ -77,7 +77,10 @@ class RequestSettings(StageSettings):
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="prompt and output tokens of those requests, estimated; beyond: 429")
     max_held_size: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bytes in Redis of one key's requests and stored responses; beyond: 429")
-    max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body; of a batch, longest line")
+    max_body_bytes: int = Field(32 << 20, gt=0, description="longest request body; of a batch, longest line")
+    image_host: Annotated[list[str], NoDecode] = Field(
+        [], description="a host that images may be fetched from by http(s) URL; by default only images in the request and files; may be given several times"
+    )
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     strict_fields: bool = Field(False, description="refuse fields of requests that are unknown or not supported; else the header X-Penstock-Ignored names them")
     trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
@@ -85,6 +88,12 @@ class RequestSettings(StageSettings):
         str(DEFAULT_DATA_DIR / "files"),
         description="where files are kept: a folder that gateways and workers share, or a URL that fsspec supports, such as s3://bucket/penstock",
     )
+
+    @field_validator("image_host", mode="before")
+    @classmethod
+    def split_hosts(cls, value: Any) -> Any:
+        """Split a value from the environment, joined by commas."""
+        return split_list(value)
 
 
 class GatewaySettings(RequestSettings):
@@ -200,6 +209,7 @@ class EngineSettings(StageSettings):
     kv_cache_share: float | None = Field(
         None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"
     )
+    image_cache: ByteSize = Field(ByteSize(1 << 30), gt=0, description="memory for embeddings of images, of models that see")
     kv_disk: str | None = Field(
         None, description="FOLDER,SIZE, as in ~/.penstock/kv,20GiB: keep the prefix cache's blocks in a file, too; replicas of a host share it"
     )

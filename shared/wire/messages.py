@@ -21,6 +21,7 @@ from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment, check_segments
+from shared.model.vision.images import MAX_IMAGES, Image, PromptImage
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
@@ -43,15 +44,24 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A part of a message with images: a text, or an image."""
+
+    text: str = ""
+    image: Image | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation."""
 
     role: str
-    content: str
+    content: str  # of one with images, its texts
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None  # in a tool's answer: the call
     reasoning: str | None = None  # the assistant's thoughts before the content
+    parts: tuple[ContentPart, ...] = ()  # instead of the content, where there are images
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +172,13 @@ class TokenizedRequest:
     # the answer, as the client expects it; empty: it expects nothing
     prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     segments: tuple[Segment, ...] = ()  # of the prompt; empty: each token sees all before it
+    images: tuple[PromptImage, ...] = ()  # in the prompt, in their order
+    image_token_id: int = 0  # the token that stands in their places
 
     def __post_init__(self) -> None:
         check_segments(self.segments, len(self.prompt_token_ids))
+        if len(self.images) > MAX_IMAGES or any(each.num_tokens < 1 for each in self.images):
+            raise Invalid("TokenizedRequest: more images than a prompt may have, or one without a token")
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
             raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
         unpack_breakers(self.dry_breakers)

@@ -34,3 +34,4 @@ class Replica:
     sizes: dict[str, int] = field(default_factory=dict)  # compute's: of the model, by llama.cpp's names
     kv_fingerprint: str = ""  # compute's: of all that decides the bytes of keys and values; empty: it has no prefix cache
     block_size: int = 0  # the same: tokens of a block of it
+    takes_images: bool = False  # compute's: the model sees

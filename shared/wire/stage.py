@@ -65,6 +65,7 @@ class Stage:
         self.is_multi_label = False  # the same
         self.sizes: dict[str, int] = {}  # the same
         self.kv_fingerprint, self.block_size = "", 0  # the same
+        self.takes_images = False  # compute's
         self._started_at = time.time()
         # when the loop came round last; the same, with no trouble with Redis
         self._alive_at = self._served_at = time.monotonic()
@@ -127,6 +128,7 @@ class Stage:
             sizes=self.sizes,
             kv_fingerprint=self.kv_fingerprint,
             block_size=self.block_size,
+            takes_images=self.takes_images,
         )
 
     def catch_signals(self) -> None:

@@ -205,6 +205,12 @@ def module_sets_key(owner: str) -> str:
     return f"module-sets:{owner}"
 
 
+def images_key(response_id: str) -> str:
+    """The files of the images in a response's requests: a hash by their digests. Gateway, jobs → compute. Deleted when the response ends; lives 7 days at
+    most, and 10 minutes until it is submitted."""
+    return f"images:{response_id}"
+
+
 def batch_key(batch_id: str) -> str:
     """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both. Lives 31 days."""
     return f"batch:{batch_id}"

@@ -28,6 +28,7 @@ from shared.wire.streams import (
     GroupStream,
     events,
     held_bytes_key,
+    images_key,
     inflight_key,
     log_key,
     open_key,
@@ -64,6 +65,7 @@ end
 local function close(response, open, is_refused)
   local account, size, keeps = unpack(redis.call('HMGET', open, 'account', 'size', 'keeps'))
   redis.call('DEL', open)
+  redis.call('UNLINK', '{images_key("")}' .. response)
   local stored = '{stored_key("")}' .. response
   if is_refused and redis.call('STRLEN', stored) > tonumber(keeps) then redis.call('UNLINK', stored) end
   redis.call('EXPIRE', stored, {LOG_TTL_S})

@@ -62,7 +62,7 @@ def test_a_compressed_body_is_read(gateways: Deployment, name: str, pack: Any) -
 def test_a_body_that_grows_beyond_the_bound_is_refused_before_it_is_in_memory(gateways: Deployment) -> None:
     bomb = gzip.compress(b" " * (64 << 20))
     refused = post(gateways, bomb, **{"Content-Encoding": "gzip"})
-    assert refused.status_code == 413 and "decoded, is longer than 8388608 bytes" in refused.json()["error"]["message"]
+    assert refused.status_code == 413 and "decoded, is longer than 33554432 bytes" in refused.json()["error"]["message"]
 
 
 def test_a_broken_encoding_is_400_and_one_that_nobody_takes_is_415(gateways: Deployment) -> None:
@@ -180,7 +180,7 @@ def test_ollama_s_fields_are_answered_as_its_clients_expect(gateways: Deployment
         assert gateways.post("/api/generate", {"model": NAME, "keep_alive": keep_alive}).json()["done_reason"] == reason
     told = answered(gateways, backstage, "/api/generate", {"model": NAME, "prompt": "Hi", "context": [1, 2], "options": {"num_ctx": 4096, "top_k": 3}})
     assert told.headers[HEADER] == "context, options.num_ctx"
-    for field, word in (({"suffix": "end"}, "suffix: this endpoint does not fill in"), ({"images": ["aGk="]}, "images: this server's models read text only")):
+    for field, word in (({"suffix": "end"}, "suffix: this endpoint does not fill in"), ({"images": ["aGk="]}, "reads text only: images can't be understood")):
         refused = gateways.post("/api/generate", {"model": NAME, "prompt": "Hi"} | field)
         assert refused.status_code == 400 and word in refused.json()["error"]
 

@@ -12,10 +12,14 @@ import pytest
 from services.requests.admission.admission import Admission
 from services.requests.client import connect
 from services.requests.context import RequestContext
+from services.requests.files.storage import Storage
+from services.requests.files.store import FileStore
 from services.requests.grammars import checker as grammars
 from services.requests.grammars import worker as grammar_worker
 from services.requests.grammars.checker import GrammarChecker
 from services.requests.helpers import pool
+from services.requests.images.fetch import ImageFetcher
+from services.requests.images.reader import ImageReader
 from services.requests.prepare import constraint_for
 from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import Tenant
@@ -231,11 +235,14 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
 
     async def run() -> None:
         stage, client, checker = Stage("gateway", settings), connect(settings), GrammarChecker()
+        files = FileStore(client, Storage(settings.files_url))
         admission = Admission(stage, client, settings)
 
         async def ask(constraint: Constraint) -> Caller:
             caller = Caller(tenant)
-            context = RequestContext(settings=settings, stage=stage, client=client, grammars=checker, admission=admission, caller=caller)
+            context = RequestContext(
+                settings=settings, stage=stage, client=client, grammars=checker, images=ImageReader(files, ImageFetcher([])), admission=admission, caller=caller
+            )
             await constraint_for(context, constraint)
             return caller
 

@@ -52,6 +52,7 @@ from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Layout, Segment
+from shared.model.vision.images import PlacedPrompt
 from shared.wire.logprobs import PromptLogprobs
 from tests.kernels.backends import CPU
 
@@ -187,10 +188,11 @@ class Engine:
         group_id: str | None = None,
         prompt_logprobs: int | None = None,
         segments: list[tuple[Segment, ...]] | None = None,
+        images: list[PlacedPrompt] | None = None,
     ) -> list[list[int]]:
         """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number, and its prompt's logprobs in `self.prompts`.
 
-        With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best. segments: of each prompt.
+        With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best. segments, images: of each prompt.
         """
         params = SamplingParams(max_tokens=num_tokens, prompt_logprobs=prompt_logprobs)
         layouts = [Layout(each, self.scheduler.block_manager.block_size) for each in segments] if segments else [None] * len(prompts)
@@ -199,6 +201,8 @@ class Engine:
             Sequence(number, str(number), prompt, len(prompt), params, group_id=group_id, layout=layout)
             for number, (prompt, layout) in enumerate(zip(placed, layouts, strict=True))
         ]
+        for sequence, seen in zip(sequences, images or [], strict=bool(images)):
+            sequence.images, sequence.positions, sequence.position_shift = seen.runs, seen.positions, seen.position_shift
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)

@@ -206,7 +206,7 @@ def test_files_are_kept_listed_and_deleted(served: Deployment, client: openai.Op
     for call in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):
             call(file.id)
-    with pytest.raises(openai.BadRequestError, match="purpose must be batch"):
+    with pytest.raises(openai.BadRequestError, match="purpose must be one of batch, vision, user_data"):
         client.files.create(file=("a", b"a"), purpose="fine-tune")
     with pytest.raises(openai.BadRequestError, match="No such File"):
         client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")

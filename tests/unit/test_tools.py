@@ -228,7 +228,7 @@ def test_an_answer_comes_back_with_its_calls_and_thoughts() -> None:
     ]
     with pytest.raises(Invalid, match=r"only an assistant calls functions"):
         read(messages=[{**said, "role": "user"}])
-    for kind, words in (("image_url", "images can't be understood"), ("input_audio", "audio can't"), ("thing", "only parts of type text")):
+    for kind, words in (("video_url", "video can't be understood"), ("input_audio", "audio can't"), ("thing", "only parts of type text")):
         with pytest.raises(Invalid, match=words) as error:
             read(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:"}}]}])
         assert error.value.param == "messages[0].content[1].type"

@@ -259,6 +259,14 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
     )
 
 
+def _llava(config: Config, max_model_len: int) -> ModelConfig:
+    """The text part of a model that sees: one of other families, as its model_type says."""
+    kind = str(config.get("model_type", "llama"))
+    if kind not in TEXTS:
+        raise StartupError(f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}")
+    return TEXTS[kind](config, max_model_len)
+
+
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
     read = _llama(config, max_model_len)
     return replace(read, has_pre_norms=False, has_post_norms=True, has_qk_norm=True, is_qk_norm_joint=True)
@@ -334,6 +342,8 @@ def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3}
+
 ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Exaone4ForCausalLM": _exaone4,
     "Gemma2ForCausalLM": _gemma2,
@@ -342,8 +352,11 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "GemmaForCausalLM": _gemma,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
+    "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
     "LlamaForCausalLM": _llama,
+    "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": _llava,
     "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
@@ -352,8 +365,11 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen2VLForConditionalGeneration": _qwen2,
+    "Qwen2_5_VLForConditionalGeneration": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
+    "SmolVLMForConditionalGeneration": _llava,
 }

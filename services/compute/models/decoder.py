@@ -20,17 +20,26 @@ from services.compute.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
+class Overlay:
+    """Embeddings that stand in for those of tokens."""
+
+    rows: Tensor  # [I] int64, of the step's tokens
+    values: Tensor  # [I, hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A ScheduledBatch as tensors, which are in the backend's buffers."""
 
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64; [3, T] in time, down and across, if a token has different ones
     slot_mapping: Tensor  # [T] int64
     query_lens: list[int]  # of each sequence, in the order of their tokens
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
     logit_rows: Tensor  # [R] int64, rising: the tokens whose logits will be asked for
     block_lens: list[tuple[int, ...]] | None = None  # see AttentionInputs
+    overlay: Overlay | None = None  # of the embeddings of input_ids
 
 
 class Rows(Protocol):
@@ -78,6 +87,8 @@ class Decoder:
         the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
         x = self.embed(batch.input_ids)
+        if batch.overlay is not None:
+            x[batch.overlay.rows] = batch.overlay.values
         if self.stack is not None:
             return self.stack(x, kv_layers, plan, self.taps)
         for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
@@ -92,7 +103,7 @@ class Decoder:
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
         """Prepare attention for the batch, the same for every layer. Good until the backend's next
         plan."""
-        ropes = self._take_rotary_tables(len(batch.positions))
+        ropes = self._take_rotary_tables(len(batch.input_ids))
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens)
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
@@ -152,6 +163,8 @@ class Decoder:
 
     def _fill_rotary_tables(self, tables: tuple[CosSin, ...], positions: Tensor) -> None:
         for (cos, sin), rope, inv_freq in zip(tables, self.config.ropes, self.inv_freqs, strict=True):
-            angles = positions[:, None].float() * inv_freq[None, :]
+            # of equal positions both are the same numbers
+            turned = positions[:, None] if positions.dim() == 1 else positions[rope.axes.to(positions.device) if rope.axes is not None else 0].T
+            angles = turned.float() * inv_freq[None, :]
             torch.cos(angles, out=cos).mul_(rope.scale)
             torch.sin(angles, out=sin).mul_(rope.scale)

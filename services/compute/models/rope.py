@@ -18,6 +18,8 @@ class Rope:
     # [rotary_dim / 2] float32, after scaling; the dimensions from rotary_dim on are never rotated
     inv_freq: torch.Tensor
     scale: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    # [rotary_dim / 2] int64: of positions in time, down and across, the one that each frequency turns with
+    axes: torch.Tensor | None = None
 
 
 def no_rope(head_dim: int) -> Rope:
@@ -44,6 +46,10 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     _check_positive("rope_theta", config.get("rope_theta"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
+    if sections := rope.get("mrope_section"):  # Wang et al. 2024, "Qwen2-VL", section 2.1
+        if kind not in ("default", "mrope") or rope.get("mrope_interleaved") or len(sections) != 3 or sum(sections) != len(inv_freq):
+            raise StartupError(f"rope with mrope_section {sections} is supported with three parts, of all {len(inv_freq)} frequencies and no other scaling")
+        return Rope(inv_freq, axes=torch.arange(3).repeat_interleave(torch.tensor(sections)))
     # dynamic changes nothing up to the model's own length, and the server takes nothing longer
     if kind in ("default", "dynamic"):
         return Rope(inv_freq)

@@ -46,7 +46,19 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
     return BatchRow(
         sequence.handle, token_ids, first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
         first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
+        sequence.position_shift if first >= sequence.num_prompt_tokens else 0, images=sequence.images_in(first, last),
+        positions=positions_of(sequence, first, last),
     )  # fmt: skip
+
+
+def positions_of(sequence: Sequence, first: int, last: int) -> tuple[tuple[int, ...], ...]:
+    """The positions of the tokens [first, last), where those of its prompt have three dimensions and some
+    are among them."""
+    if sequence.positions is None or first >= sequence.num_prompt_tokens:
+        return ()
+    of_prompt = sequence.positions[:, first:last]
+    behind = range(sequence.num_prompt_tokens + sequence.position_shift, last + sequence.position_shift)
+    return tuple((*each, *behind) for each in of_prompt.tolist())
 
 
 def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], first: int, sampled: range) -> BatchRow:

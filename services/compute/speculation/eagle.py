@@ -131,8 +131,8 @@ class EagleProposer:
 
     def _hear(self, row: BatchRow, states: Tensor) -> None:
         """states: of the row's first tokens, those that stand."""
-        if row.block_lens:
-            return  # its places are those of a segment's blocks
+        if row.block_lens or row.images:
+            return  # its places are those of a segment's blocks; or it has tokens that the head can't read
         unread = self._unread.pop(row.handle, None)
         if unread is None or unread.end != row.num_computed_tokens:  # it is new, or computed again
             unread = Unread(row.num_computed_tokens, row.block_table)

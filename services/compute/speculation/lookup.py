@@ -33,7 +33,8 @@ class Own:
         """The tokens that followed the context's last ones before, and how many of them stood there. Where
         that reaches the end, what follows is taken to go on as it does from there."""
         num_decided, token_ids = self.sequence.num_decided_tokens, self.sequence.token_ids
-        self.index.add(token_ids[max(self.num_indexed, num_decided - OWN_TOKENS) : num_decided])
+        more = token_ids[max(self.num_indexed, num_decided - OWN_TOKENS) : num_decided]
+        self.index.add([max(each, NO_TOKEN) for each in more] if self.sequence.images else more)
         self.num_indexed = num_decided
         place, length = self.index.find(context)
         if not length:

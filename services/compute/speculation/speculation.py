@@ -130,8 +130,8 @@ class Speculation:
     ) -> dict[int, tuple[Kind, list[int]]]:
         """The drafts of one of them: its kind, and those that may run."""
         if proposer.runs_model:
-            # whose caches have no holes
-            asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.layout is None}
+            # whose caches have no holes, and no images
+            asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.layout is None and not each.sequence.images}
             most = max((each.most for each in asked.values()), default=0)
             paying = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
             most = most if paying and proposer.stops_itself else paying

@@ -23,7 +23,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 # of a multimodal checkpoint's text part, in older files and newer ones
-TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 
 
 class SafetensorsSource:

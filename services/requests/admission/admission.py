@@ -12,7 +12,7 @@ admitted all the same, so there are never more than twice as many requests as th
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import redis
@@ -37,6 +37,7 @@ from shared.wire.streams import (
     REQUEST_ID,
     RUNNING_LOG_TTL_S,
     held_key,
+    images_key,
     inflight_key,
     log_key,
     open_key,
@@ -50,10 +51,12 @@ from shared.wire.token_log import TOKENS
 KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
 
 BYTES_PER_TOKEN = 4  # of English text, roughly
+IMAGE_TOKENS = 1024  # of an image: models make 64 to some thousands of one
 UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
 FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
+UNSUBMITTED_TTL_S = 600  # of images whose gateway dies before it has submitted their requests
 
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored
 # ('': nothing), their TTL in seconds, most requests, most tokens, tokens in all, gateway id, open
@@ -94,6 +97,7 @@ end
 if quota ~= '' then charge(quota, rpm, tpm, left) end
 redis.call('SET', response, record, 'EX', ttl)
 if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
+redis.call('EXPIRE', '{images_key("")}' .. string.match(ARGV[{FIRST}], '^(.*)%.'), ttl)
 redis.call('HSET', open, 'left', num_sequences, 'account', account, 'size', size, 'keeps', keeps)
 redis.call('EXPIRE', open, ttl)
 hold(account, size .. '/' .. string.match(ARGV[{FIRST}], '^(.*)%.'), size, ttl)
@@ -155,12 +159,13 @@ class Admission:
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
     async def submit(
-        self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0
+        self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0,
+        images: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
         """Hand the requests of a response over, with its record and what is to be stored of it, all
         or none, and charge the caller for them.
 
-        keeps: most bytes that stay stored for a while should the response be refused. Raises
+        images: files by digest, kept until the response ends; keeps: most bytes that stay stored for a while should the response be refused. Raises
         Rejected (429; 503 while Redis is nearly full) if they do not fit, Invalid if they never
         will, and what the client raises.
         """
@@ -170,7 +175,7 @@ class Admission:
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
             raise self._full(model, 0, 0, len(submitted), sum(tokens))
-        messages, size, most = list[bytes](), len(stored), self.settings.max_held_size
+        messages, size, most = list[bytes](), len(stored) + sum(map(len, (images or {}).values())), self.settings.max_held_size
         for request in submitted:
             messages.append(message := encode(request))
             size += len(message)
@@ -183,15 +188,27 @@ class Admission:
         arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), held_key(caller.tenant.tenant_id), most, size]
         for request, count, message in zip(submitted, tokens, messages, strict=True):
             arguments += [request.request_id, count, message]
+        if images:
+            await self._keep(images_key(response_id), images)
         left, *exceeded = await self.client.eval(SUBMIT, 0, *arguments)
         if not exceeded:
             return caller.admitted(left)
+        if images:
+            await self.client.unlink(images_key(response_id))
         kind, *rest = exceeded[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
         refusal = too_much_held(rest[0], size, most, rest[1]) if kind == b"held" else caller.refused(kind.decode(), rest[0], left)
         self._count_refused(model, refusal.code)
         raise refusal
+
+    async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
+        """Put the files where compute finds them. If nothing is submitted then, they expire."""
+        async with self.client.pipeline(transaction=True) as pipe:
+            for digest, file in images.items():
+                pipe.hset(key, digest, file)
+            pipe.expire(key, UNSUBMITTED_TTL_S)
+            await pipe.execute()
 
     def check_memory(self, model: str) -> None:
         """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
@@ -244,6 +261,7 @@ def estimate_prompt(request: GenerateRequest) -> int:
     """Tokens of the prompt, by its length in bytes, for the gateway has no tokenizer."""
     ids = request.prompt_token_ids
     num_given = sum(len(part.token_ids) + part.max_tokens for module in request.modules for part in module.parts)
+    num_given += IMAGE_TOKENS * sum(part.image is not None for message in request.messages or () for part in message.parts)
     return num_given + (len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1)
 
 
@@ -288,7 +306,8 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
     owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
     with redis_errors_as_503():
-        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, KEPT_BYTES if record.is_background else 0)
+        keeps = KEPT_BYTES if record.is_background else 0
+        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, keeps, record.images)
 
 
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:

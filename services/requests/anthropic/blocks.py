@@ -13,14 +13,16 @@ Json = dict[str, Any]
 MAX_MESSAGES = 4096
 ROLES = ("user", "assistant", "system")
 BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
+    "tool_result": ("text", "image"),
 }
 # Of each kind, what may stand in it. cache_control asks for what is done anyway: prefixes are
 # cached
 FIELDS = {
     "text": {"text", "citations", "cache_control"},
+    "image": {"source", "cache_control"},
     "tool_use": {"id", "name", "input", "cache_control", "caller"},
     "tool_result": {"tool_use_id", "content", "is_error", "cache_control"},
     "thinking": {"thinking", "signature"},
@@ -28,7 +30,7 @@ FIELDS = {
 }
 
 MESSAGES_SCHEMA = {
-    "description": "a conversation: user and assistant, contents as text or as blocks of text, tool_use, tool_result, thinking",
+    "description": "a conversation: user and assistant, contents as text or as blocks of text, image, tool_use, tool_result, thinking",
     "type": "array",
     "minItems": 1,
     "maxItems": MAX_MESSAGES,
@@ -60,11 +62,18 @@ def _read_message(value: Any, path: str) -> list[Json]:
     if role not in ROLES:
         raise at(f"{path}.role", f"expected one of {', '.join(ROLES)}, got {shortened(role)}")
     blocks = _read_blocks(value.get("content"), role, f"{path}.content")
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
     if role == "assistant":
-        return [_assistant(blocks, "".join(texts))]
+        return [_assistant(blocks, "".join(block["text"] for block in blocks if block["type"] == "text"))]
     results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]} for block in blocks if block["type"] == "tool_result"]
-    return results + ([{"role": role, "content": "".join(texts)}] if texts or not results else [])
+    own = [block for block in blocks if block["type"] != "tool_result"]
+    return results + ([{"role": role, "content": content_of(own)}] if own or not results else [])
+
+
+def content_of(blocks: list[Json]) -> str | list[Json]:
+    """A chat's content of blocks of text and images; where there are texts only, one text."""
+    if all(block["type"] == "text" for block in blocks):
+        return "".join(block["text"] for block in blocks)
+    return [block if block["type"] == "text" else {"type": "image_url", "image_url": {"url": block["url"]}} for block in blocks]
 
 
 def _assistant(blocks: list[Json], text: str) -> Json:
@@ -96,14 +105,26 @@ def _read_block(value: Any, role: str, path: str) -> Json:
     tell_others(value, {"type", *FIELDS[kind]}, f"messages{path}" if ".content" in path else f"system{path}")
     if kind == "tool_result":
         content = value.get("content", "")
-        texts = [block["text"] for block in _read_blocks(content if content is not None else "", "system", f"{path}.content")]
-        return {"type": kind, "tool_use_id": _text(value, "tool_use_id", path), "content": "".join(texts)}
+        blocks = _read_blocks(content if content is not None else "", "tool_result", f"{path}.content")
+        return {"type": kind, "tool_use_id": _text(value, "tool_use_id", path), "content": content_of(blocks)}
+    if kind == "image":
+        return {"type": kind, "url": _read_source(value.get("source"), f"{path}.source")}
     if kind == "tool_use":
         if not isinstance(value.get("input"), dict):
             raise at(f"{path}.input", f"expected an object, got {kind_of(value.get('input'))}")
         return {"type": kind, "id": _text(value, "id", path), "name": _text(value, "name", path), "input": value["input"]}
     field = "data" if kind == "redacted_thinking" else kind
     return {"type": kind, field: _text(value, field, path)}
+
+
+def _read_source(value: Any, path: str) -> str:
+    """An image's source, as a URL: that of the image itself, or of where it is."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "url":
+        return _text(value, "url", path)
+    if kind == "base64":
+        return f"data:{_text(value, 'media_type', path)};base64,{_text(value, 'data', path)}"
+    raise at(f"{path}.type", f"expected base64 or url, got {shortened(kind)}")
 
 
 def _text(value: Json, key: str, path: str) -> str:

@@ -120,7 +120,7 @@ def text_of(part: dict[str, Any], path: str) -> str:
     """The text of a part of a message's content."""
     kind = part.get("type")
     if kind in OTHER_MEDIA:
-        raise at(f"{path}.type", f"this server's models read text only: {OTHER_MEDIA[kind]} can't be understood")
+        raise at(f"{path}.type", f"{OTHER_MEDIA[kind]} can't be understood here")
     if kind not in TEXT_PARTS:
         raise at(f"{path}.type", f"only parts of type text are understood, got {shortened(kind)}")
     field = TEXT_PARTS[kind]

@@ -11,8 +11,8 @@ import pickle
 import sys
 from typing import Any
 
-from services.requests.helpers.worker import limit_memory, run_worker
 from services.requests.schemas.validate import problems_of
+from shared.process.worker import limit_memory, run_worker
 
 
 def answer(question: bytes) -> list[dict[str, Any]]:

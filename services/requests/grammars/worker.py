@@ -12,8 +12,8 @@ answer is Prepared or Invalid.
 import pickle
 import sys
 
-from services.requests.helpers.worker import limit_memory, run_worker
 from services.requests.schemas.prepare import Prepared, prepare
+from shared.process.worker import limit_memory, run_worker
 
 
 def answer(question: bytes) -> Prepared:

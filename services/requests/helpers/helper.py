@@ -6,8 +6,8 @@ import pickle
 import sys
 from contextlib import suppress
 
-from services.requests.helpers.worker import FRAME
 from shared.process.telemetry import get_logger
+from shared.process.worker import FRAME
 
 log = get_logger("penstock.gateway")
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body
+from services.requests.bodies.content import Content
 from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids
 from services.requests.bodies.ignored import tell_others
 from services.requests.neutral.messages import Message
@@ -90,6 +91,8 @@ class EmbeddingBody(Body):
         if self.input is not None:
             return [{"prompt": each} if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
         assert self.messages is not None
+        if any(isinstance(message.content, Content) for message in self.messages):
+            raise Invalid("embeddings are made of texts: images can't be understood", param="messages")
         chat = ChatCompletionBody.model_construct(
             model=self.model, messages=self.messages, add_generation_prompt=self.add_generation_prompt, continue_final_message=self.continue_final_message,
             chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,

@@ -8,9 +8,11 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, mod
 from pydantic_core import PydanticCustomError
 
 from services.requests.bodies.body import OF_CALLS, OF_MESSAGES, Body
-from services.requests.bodies.fields import CONTENT_SCHEMA, MAX_NAME, at_most, join_parts, kind_of
+from services.requests.bodies.content import CONTENT_SCHEMA, read_content
+from services.requests.bodies.fields import CONTENT_SCHEMA as TEXT_SCHEMA
+from services.requests.bodies.fields import MAX_NAME, at_most, join_parts, kind_of
 from services.requests.parsing.answer import INPUT
-from shared.wire.messages import ChatMessage, ToolCall
+from shared.wire.messages import ChatMessage, ContentPart, ToolCall
 
 MAX_TOOL_CALLS = 128
 
@@ -62,14 +64,16 @@ class ToolCallBody(Body):
 
 class Prediction(Body):
     type: Literal["content"]
-    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = Field(description="a text, or parts of type text")
+    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(TEXT_SCHEMA)] = Field(description="a text, or parts of type text")
 
 
 class Message(Body):
     neutral = OF_MESSAGES
 
     role: str = Field(min_length=1, max_length=64, description="system, user, assistant, tool; others as the model's template takes them")
-    content: Annotated[str | None, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = Field(None, description="a text, or parts of type text")
+    content: Annotated[str | None, PlainValidator(read_content), WithJsonSchema(CONTENT_SCHEMA)] = Field(
+        None, description="a text, or parts of type text and, of models that see, image_url"
+    )
     name: str | None = Field(None, max_length=MAX_NAME, description="the speaker")
     tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = Field(None, description="the assistant's calls")
     function_call: FunctionCall | None = Field(None, description="the older form of one tool call; its answer is a message of the role function")
@@ -86,7 +90,8 @@ class Message(Body):
             raise PydanticCustomError("missing", "Field required", {"at": ".content"})
         return self
 
-    def to_wire(self) -> ChatMessage:
+    def to_wire(self, parts: tuple[ContentPart, ...] = ()) -> ChatMessage:
+        """Make the message of the pipeline. parts: of the content, if there are images."""
         calls = tuple(call.to_wire() for call in self.tool_calls or ())
         if self.function_call is not None:
             calls += (ToolCall(f"call_{self.function_call.name}"[:MAX_NAME], self.function_call.name, self.function_call.arguments),)
@@ -94,4 +99,4 @@ class Message(Body):
         role, call_id = self.role, self.tool_call_id
         if role == "function":
             role, call_id = "tool", f"call_{self.name}"[:MAX_NAME]  # as the call above
-        return ChatMessage(role, content, self.name, calls, call_id, self.reasoning_content or self.reasoning)
+        return ChatMessage(role, str(content), self.name, calls, call_id, self.reasoning_content or self.reasoning, parts)

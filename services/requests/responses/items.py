@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from services.requests.bodies.content import read_image
 from services.requests.bodies.fields import MAX_PARTS, at, kind_of, shortened
 from services.requests.bodies.ignored import tell, tell_others
 from services.requests.responses.tools import chat_name
@@ -20,6 +21,7 @@ MAX_ITEMS = 4096
 ROLES = ("user", "assistant", "system", "developer")
 PART_OF = {"user": "input_text", "system": "input_text", "developer": "input_text", "assistant": "output_text"}
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+IMAGE_FIELDS = ("image_url", "file_id", "detail")
 # Of what we send in items, the fields that say nothing to the model
 MESSAGE_FIELDS = {"type", "id", "role", "content", "status", "phase"}
 CALL_FIELDS = {"type", "id", "call_id", "name", "arguments", "status", "namespace", "caller", "async", "parsed_arguments"}
@@ -95,9 +97,9 @@ def _read_reference(value: Json, path: str) -> Json:
 
 
 def _read_output(value: Json, path: str) -> Json:
-    """A tool's answer as text."""
+    """A tool's answer, a text or parts with images."""
     output = value.get("output")
-    text = "".join(part["text"] for part in _read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
+    text = content_of(_read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
     named = "id" if value["type"] == "local_shell_call_output" and "call_id" not in value else "call_id"
     return {"type": value["type"], "call_id": _text(value, named, path), "output": text} | _optional(value, ("id",), path)
 
@@ -114,7 +116,7 @@ def _read_message(value: Json, path: str) -> Json:
 
 
 def _read_parts(value: Any, kind: str, path: str) -> list[Json]:
-    """Parts of text, as parts of one kind; a refusal stays one."""
+    """Parts of text, as parts of one kind; a refusal stays one, and so does an image."""
     if not isinstance(value, list):
         raise at(path, f"expected a text or a list of parts, got {kind_of(value)}")
     if len(value) > MAX_PARTS:
@@ -122,8 +124,12 @@ def _read_parts(value: Any, kind: str, path: str) -> list[Json]:
     parts = []
     for index, part in enumerate(value):
         own = part.get("type") if isinstance(part, dict) else None
+        if own == "input_image" and kind == "input_text":
+            read_image(part, f"{path}[{index}]")
+            parts.append({"type": own} | {name: part[name] for name in IMAGE_FIELDS if part.get(name) is not None})
+            continue
         if own not in TEXT_PARTS:
-            raise at(f"{path}[{index}].type", f"only text is understood, got {shortened(own) if isinstance(part, dict) else kind_of(part)}")
+            raise at(f"{path}[{index}].type", f"only text and images are understood, got {shortened(own) if isinstance(part, dict) else kind_of(part)}")
         field = "refusal" if own == "refusal" else "text"
         if not isinstance(part.get(field), str):
             raise at(f"{path}[{index}].{field}", f"expected a text, got {kind_of(part.get(field))}")
@@ -181,7 +187,7 @@ def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
         if item["type"] in OUTPUTS:
             message = {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
         elif item["type"] == "message" and item["role"] != "assistant":
-            message = {"role": item["role"], "content": text_of(item)}
+            message = {"role": item["role"], "content": content_of(item["content"])}
         elif messages and messages[-1]["role"] == "assistant" and not _has(item, messages[-1]):
             _extend(messages[-1], item)
             continue
@@ -218,6 +224,13 @@ def _called(item: Json) -> Json:
     if item["type"] == "custom_tool_call":
         return {"type": "custom", "custom": {"name": name, "input": item["input"]}}
     return {"type": "function", "function": {"name": name, "arguments": item["arguments"]}}
+
+
+def content_of(parts: list[Json]) -> str | list[Json]:
+    """A chat's content of parts; where there are texts only, one text."""
+    if not any(part["type"] == "input_image" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return [part if part["type"] == "input_image" else {"type": "text", "text": part["text"]} for part in parts]
 
 
 def text_of(item: Json) -> str:

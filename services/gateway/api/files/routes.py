@@ -22,6 +22,7 @@ MAX_UPLOADS = 8  # at once; each may take a file's size on this machine's disk u
 MAX_UPLOADS_OF_ONE = 4  # of them a tenant's: slow ones keep nobody else from uploading
 MAX_FILENAME = 255
 LEAST_TTL_S = 3600
+PURPOSES = ("batch", "vision", "user_data")
 FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 log = get_logger("penstock.gateway")
@@ -33,7 +34,7 @@ uploads_of: Counter[str] = Counter()  # by tenant
 
 @router.post("")
 async def upload(request: Request) -> JSONResponse:
-    """Keep a file: multipart/form-data with `file`, and `purpose`, which is batch."""
+    """Keep a file: multipart/form-data with `file`, and `purpose`: batch, or vision or user_data for images."""
     context = context_of(request)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Invalid("a file is uploaded as multipart/form-data", code="invalid_content_type")
@@ -78,8 +79,9 @@ def read_form(form: FormData) -> tuple[UploadFile, int]:
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise Invalid("missing required parameter: file", param="file", code="missing_required_parameter")
-    if purpose != "batch":
-        raise Invalid("purpose must be batch: files have no other use here", param="purpose", code="missing_required_parameter" if purpose is None else None)
+    if purpose not in PURPOSES:
+        reason, code = f"purpose must be one of {', '.join(PURPOSES)}: files have no other use here", "missing_required_parameter" if purpose is None else None
+        raise Invalid(reason, param="purpose", code=code)
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return file, FILE_TTL_S

@@ -12,13 +12,14 @@ from fastapi.responses import JSONResponse
 
 from services.gateway.answering.translated import TranslatedResponder
 from services.gateway.api.ollama.lines import OllamaLines, now_text
-from services.gateway.api.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
+from services.gateway.api.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody, with_images
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
 from services.requests.neutral.schemas import ChatCompletionBody
 from services.requests.neutral.translate import make_chat, own_terms, thinking_kwargs
 from services.requests.prepare import parsers_of, prepare_chat
+from shared.process.errors import Invalid
 from shared.wire.messages import ChatOptions
 from shared.wire.replica import Replica
 
@@ -47,7 +48,10 @@ async def generate(request: Request) -> Response:
     if not body.prompt:
         return loaded(context, body, {"response": ""})
     system = [{"role": "system", "content": body.system}] if body.system else []
-    chat = translated(context, body, [*system, {"role": "user", "content": body.prompt}], [])
+    if body.images and body.raw:
+        raise Invalid("images are for the model's template: not with raw", param="images")
+    content = with_images(body.prompt, body.images, "images") if body.images else body.prompt
+    chat = translated(context, body, [*system, {"role": "user", "content": content}], [])
     return await answer(context, request, body, chat, body.prompt if body.raw else None)
 
 

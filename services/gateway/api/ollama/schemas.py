@@ -56,18 +56,26 @@ def _read_message(value: Any, path: str) -> Json:
         raise at(path, f"expected a message, got {kind_of(value)}")
     value = {key: each for key, each in value.items() if each is not None and each != []}
     tell_others(value, MESSAGE_FIELDS, f"messages{path}")
-    if "images" in value:
-        raise at(f"{path}.images", "only text is understood")
     for key in ("role", "content", "thinking", "tool_name", "tool_call_id"):
         if not isinstance(value.get(key, ""), str):
             raise at(f"{path}.{key}", f"expected a text, got {kind_of(value[key])}")
     names = {"thinking": "reasoning_content", "tool_name": "name", "tool_call_id": "tool_call_id"}
     message: Json = {"role": value.get("role", ""), "content": value.get("content", "")} | {names[key]: value[key] for key in names if value.get(key)}
+    if "images" in value:
+        message["content"] = with_images(message["content"], value["images"], f"{path}.images")
     calls = value.get("tool_calls", [])
     if not isinstance(calls, list) or len(calls) > MAX_PARTS:
         raise at(f"{path}.tool_calls", f"expected at most {MAX_PARTS} calls")
     read = [_read_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return message | {"tool_calls": read} if read else message
+
+
+def with_images(text: str, images: Any, path: str) -> list[Json]:
+    """A chat's content: the images, which are base64, then the text."""
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise at(path, "expected a list of images in base64")
+    parts = [{"type": "image_url", "image_url": {"url": each if each[:5] == "data:" else f"data:image;base64,{each}"}} for each in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _read_call(value: Any, path: str) -> Json:
@@ -126,16 +134,10 @@ def refuse_suffix(value: Any) -> Any:
     return value
 
 
-def refuse_images(value: Any) -> Any:
-    if value:
-        raise at("", "this server's models read text only: images can't be understood")
-    return value
-
-
 class OllamaGenerateBody(OllamaBody):
     prompt: str = Field("", description="what the model is asked; empty: the answer says that the model is loaded")
     suffix: Annotated[Any, AfterValidator(refuse_suffix)] = Field(None, description="refused, unless it is empty")
-    images: Annotated[Any, AfterValidator(refuse_images)] = Field(None, description="refused, unless it is empty")
+    images: list[str] | None = Field(None, description="images in base64, of models that see; not where raw is true")
     system: str | None = Field(None, description="the system's message before the prompt; without effect where raw is true")
     raw: bool = Field(False, description="true: continue the prompt as it is, without the model's template")
 

@@ -12,6 +12,7 @@ from services.gateway.answering.ask import ask_tokenizer, question
 from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
+from services.requests.prepare import messages_for
 from shared.model.sampling_params import SamplingParams
 
 KINDS: Mapping[str, type[TokenizeBody | ContentBody]] = {"prompt": TokenizeBody, "messages": TokenizeBody, "content": ContentBody}
@@ -29,8 +30,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
     body.check()
     chat = body.as_chat()
     options = chat.chat_options(chat.calling(), may_bring_template=context.settings.trust_request_chat_template)
-    messages = tuple(each.to_wire() for each in body.messages) if body.messages is not None else None
     model = context.resolve(body.model)
+    messages = (await messages_for(context, body.messages, model))[0] if body.messages is not None else None
     asked = question(context, model, encoding=body.encoding(), messages=messages, prompt=body.prompt, chat=options)
     found = await ask_tokenizer(context, model, "tokenize", asked)
     return {name: found[name] for name in ("count", "max_model_len", "tokens", "token_strs")}

@@ -1,8 +1,8 @@
-"""The inside of a helper process of the gateway: frames from standard input (length, question),
-each answered on standard output (length, pickle).
+"""The inside of a helper process: frames from standard input (length, question), each answered on
+standard output (length, pickle).
 
 An empty question is answered with None: whoever asks it sees that the process has imported what it
-needs. Ends when its gateway does, for then its input ends.
+needs. Ends when its owner does, for then its input ends.
 """
 
 import os
@@ -47,7 +47,8 @@ def serve(source: IO[bytes], sink: IO[bytes], answer: Callable[[bytes], object])
         sink.flush()
 
 
-def limit_memory() -> None:
+def limit_memory(more: int = MEMORY) -> None:
+    """more: bytes beyond what the process has now."""
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (size + more, size + more))

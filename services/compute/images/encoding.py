@@ -1,0 +1,203 @@
+"""ImageEncoding: sequences whose images are not embeddings yet, and the embeddings of those that
+run.
+
+A sequence with images comes to the scheduler when it has all of them. Embeddings are made between
+steps, one call of the encoder at a time; while others run, it takes as much time as their steps, and
+no more. Embeddings stay while a sequence has them, and then until their room is needed.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.compute.images.reader import PixelReader
+from services.compute.images.tower import VisionTower
+from services.compute.sequence import Sequence
+from shared.model.vision.images import PromptImage
+from shared.model.vision.shape import VisionFamily
+from shared.process.errors import Invalid
+from shared.wire.messages import RequestError
+from shared.wire.transport import Transport
+
+READ_AHEAD = 2  # images whose pixels are read or wait to be encoded
+
+
+@dataclass(slots=True)
+class Opening:
+    """A sequence that waits for its images."""
+
+    sequence: Sequence
+    response_id: str
+    images: tuple[PromptImage, ...]
+
+    @property
+    def order(self) -> tuple[int, float]:
+        return self.sequence.priority, self.sequence.arrived_at
+
+
+@dataclass(slots=True)
+class Encoding:
+    """An image on its way from pixels to embeddings."""
+
+    key: str
+    calls: Iterator[dict[str, Any]]
+    parts: list[Tensor] = field(default_factory=list)
+
+
+class ImageEncoding:
+    def __init__(self, tower: VisionTower, folder: Path, family: VisionFamily, max_bytes: int) -> None:
+        """folder: of the model's files; max_bytes: of embeddings, but for one sequence alone."""
+        self.tower = tower
+        self.folder = folder
+        self.family = family
+        self.max_bytes = max_bytes
+        self.reader: PixelReader | None = None  # until `start`
+        self.opening: dict[int, Opening] = {}  # by handle
+        self.num_encoded = 0  # images
+        self.num_found = 0  # that had been encoded before
+        self.seconds = 0.0  # of the encoder
+        self._embeddings: OrderedDict[str, Tensor] = OrderedDict()  # by key, the last used last
+        self._held: dict[int, set[str]] = {}  # by handle, the keys of a sequence that is open, or has begun to open
+        self._asked: dict[str, int] = {}  # keys whose pixels are being read, and for whom
+        self._encoding: Encoding | None = None
+        self._errors: dict[str, Invalid] = {}  # by key, of those that could not be read
+        self._next_at = 0.0  # when the encoder's turn is
+
+    def start(self, transport: Transport) -> None:
+        """transport: to where images' files are."""
+        self.reader = PixelReader(transport, self.folder, self.family)
+
+    @property
+    def embeddings(self) -> Mapping[str, Tensor]:
+        """Embeddings by key, [tokens, hidden]: of every sequence that was opened and not forgotten, at least."""
+        return self._embeddings
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self._embeddings.values())
+
+    def has(self, sequence: Sequence, images: tuple[PromptImage, ...]) -> bool:
+        """Whether the sequence has all of them, from now on or already."""
+        keys = {image.image.key for image in images}
+        if not all(key in self._embeddings for key in keys):
+            return False
+        if sequence.handle not in self._held:
+            self.num_found += len(keys)
+        self._held[sequence.handle] = keys
+        return True
+
+    def open(self, sequence: Sequence, response_id: str, images: tuple[PromptImage, ...]) -> None:
+        """`step` says when the sequence has its images."""
+        self.opening[sequence.handle] = Opening(sequence, response_id, images)
+
+    def forget(self, handle: int) -> None:
+        """The sequence is gone. Unknown handles are passed over."""
+        self.opening.pop(handle, None)
+        self._held.pop(handle, None)
+        self._errors = {key: error for key, error in self._errors.items() if self._wanted(key)}
+
+    def expired(self, now: float) -> list[Sequence]:
+        """The sequences whose deadline has passed."""
+        return [each.sequence for each in self.opening.values() if each.sequence.deadline is not None and each.sequence.deadline < now]
+
+    def step(self, *, is_busy: bool) -> list[tuple[Sequence, RequestError | None]]:
+        """Go on. Returns the sequences that have all their images now, and, with an error, those that
+        will not: they are to be forgotten. is_busy: other sequences run, whose tokens wait meanwhile."""
+        if not self.opening:
+            return []
+        self._take_pixels()
+        self._ask_for_pixels()
+        if self._encoding is not None and (not is_busy or time.monotonic() >= self._next_at):
+            self._encode(self._encoding)
+        return self._finish()
+
+    def _take_pixels(self) -> None:
+        """Take pixels that have been read, one image at a time."""
+        assert self.reader is not None
+        while self._encoding is None and not self.reader.done.empty():
+            pixels = self.reader.done.get()
+            handle = self._asked.pop(pixels.key)
+            if isinstance(pixels.inputs, Invalid):
+                if handle in self.opening:  # else its file has gone with it, and others have their own
+                    self._errors[pixels.key] = pixels.inputs
+            elif self._wanted(pixels.key):
+                self._encoding = Encoding(pixels.key, iter(self.tower.calls(pixels.inputs)))
+
+    def _ask_for_pixels(self) -> None:
+        """Ask for the images of those whose turn it is, as far as their embeddings have room."""
+        assert self.reader is not None
+        for each in sorted(self.opening.values(), key=lambda each: each.order):
+            keys = {image.image.key for image in each.images}
+            if each.sequence.handle not in self._held:
+                if self._held and not self._has_room(each):
+                    return
+                self._held[each.sequence.handle] = keys
+                self.num_found += sum(key in self._embeddings for key in keys)
+            for image in each.images:
+                key = image.image.key
+                is_coming = key in self._asked or (self._encoding is not None and self._encoding.key == key)
+                if key in self._embeddings or key in self._errors or is_coming:
+                    continue
+                if len(self._asked) + (self._encoding is not None) >= READ_AHEAD:
+                    return
+                self._asked[key] = each.sequence.handle
+                self.reader.ask(each.response_id, image.image)
+
+    def _encode(self, encoding: Encoding) -> None:
+        """One call of the encoder."""
+        began = time.monotonic()
+        try:
+            encoding.parts.append(self.tower.encode(next(encoding.calls)))
+        except StopIteration:
+            self._embeddings[encoding.key] = torch.cat(encoding.parts)
+            self._encoding = None
+            self.num_encoded += 1
+        except Exception as error:  # what the library's modules raise for the image's own shape
+            self._errors[encoding.key] = Invalid(f"the image can't be encoded: {error}", status=500)
+            self._encoding = None
+        took = time.monotonic() - began
+        self.seconds += took
+        self._next_at = began + 2 * took
+
+    def _finish(self) -> list[tuple[Sequence, RequestError | None]]:
+        ended: list[tuple[Sequence, RequestError | None]] = []
+        for handle, each in list(self.opening.items()):
+            keys = [image.image.key for image in each.images]
+            error = next((self._errors[key] for key in keys if key in self._errors), None) or self._mismatch(each)
+            if error is not None:
+                ended.append((each.sequence, RequestError(str(error), error.status, error.param, error.code)))
+            elif handle in self._held and all(key in self._embeddings for key in keys):
+                for key in keys:
+                    self._embeddings.move_to_end(key)
+                ended.append((each.sequence, None))
+                del self.opening[handle]
+        return ended
+
+    def _mismatch(self, opening: Opening) -> Invalid | None:
+        """An image that became another number of tokens than the prompt has places."""
+        for image in opening.images:
+            found = self._embeddings.get(image.image.key)
+            if found is not None and len(found) != image.num_tokens:
+                return Invalid(f"an image became {len(found)} tokens, and the prompt has {image.num_tokens} places for it", status=500)
+        return None
+
+    def _wanted(self, key: str) -> bool:
+        return any(image.image.key == key for each in self.opening.values() for image in each.images)
+
+    def _has_room(self, opening: Opening) -> bool:
+        """Whether its embeddings fit beside those of others, once what nobody has is dropped."""
+        held = {key for keys in self._held.values() for key in keys}
+        width = next((each.shape[1] * each.element_size() for each in self._embeddings.values()), 0)
+        more = sum(image.num_tokens * width for image in opening.images if image.image.key not in self._embeddings)
+        for key in list(self._embeddings):
+            if self.num_bytes + more <= self.max_bytes:
+                break
+            if key not in held:
+                del self._embeddings[key]
+        return self.num_bytes + more <= self.max_bytes

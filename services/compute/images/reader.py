@@ -1,0 +1,119 @@
+"""PixelReader: images' files from Redis, and pixels of them, beside the running steps."""
+
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from shared.model.vision.images import Image
+from shared.model.vision.shape import VisionFamily
+from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
+from shared.process.worker import FRAME
+from shared.wire.streams import images_key
+from shared.wire.transport import Backoff, Transport, is_temporary
+
+log = get_logger("penstock.compute")
+
+TIMEOUT_S = 60.0  # of one image
+NUM_TRIES = 2  # a process that was killed costs nobody a request
+GONE = "an image of this request is gone: send the request again"
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """The processor's output for an image: inputs of the model's encoder by name; or why there are
+    none."""
+
+    key: str
+    inputs: dict[str, Any] | Invalid
+
+
+class PixelReader:
+    """A thread, and a process that it asks. Its owner asks for few at a time: pixels are large."""
+
+    def __init__(self, transport: Transport, folder: Path, family: VisionFamily) -> None:
+        self.transport = transport
+        self.folder = folder
+        self.family = family
+        self.done: queue.SimpleQueue[Pixels] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[str, Image]] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        threading.Thread(target=self._run, name="pixels", daemon=True).start()
+
+    def ask(self, response_id: str, image: Image) -> None:
+        """`done` will have the image's pixels."""
+        self._asked.put((response_id, image))
+
+    def _run(self) -> None:
+        with suppress(OSError, EOFError):  # the first image tells of it
+            self._ask(b"")  # so that no image waits for what the process imports
+        while True:
+            response_id, image = self._asked.get()
+            try:
+                inputs: dict[str, Any] | Invalid = self._read(response_id, image)
+            except Invalid as error:
+                inputs = error
+            self.done.put(Pixels(image.key, inputs))
+
+    def _read(self, response_id: str, image: Image) -> dict[str, Any]:
+        data = self._file(response_id, image)
+        if data is None:
+            raise Invalid(GONE, status=410, code="image_gone")
+        question = pickle.dumps((self.family.processing(is_low=image.is_low), data), 5)
+        for _ in range(NUM_TRIES):
+            try:
+                answer = self._ask(question)
+            except (OSError, EOFError, pickle.UnpicklingError) as error:
+                log.warning("the process that reads images died, starting another", error=error or type(error).__name__)
+                self._stop()
+                continue
+            if isinstance(answer, Invalid):
+                raise answer
+            return dict(answer)
+        raise Invalid("the image ends the process that reads it", param="messages", code="invalid_image")
+
+    def _file(self, response_id: str, image: Image) -> bytes | None:
+        """The image's file; None: it is not there. Waits for a Redis that can't serve."""
+        backoff = Backoff()
+        while True:
+            try:
+                found: Any = self.transport.client.hget(images_key(response_id), image.digest)
+                return None if found is None else bytes(found)
+            except (RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise Invalid(f"the image can't be read from Redis: {error}", status=500) from None
+                threading.Event().wait(backoff.failed(error))
+
+    def _ask(self, question: bytes) -> Any:
+        """Raises OSError or EOFError where the process ends instead of answering, or takes too long."""
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", "services.compute.images.pixels", str(self.folder)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        watch = threading.Timer(TIMEOUT_S, process.kill)
+        watch.start()
+        try:
+            process.stdin.write(FRAME.pack(len(question)))
+            process.stdin.write(question)
+            process.stdin.flush()
+            head = process.stdout.read(FRAME.size)
+            if len(head) < FRAME.size:
+                raise EOFError("no answer")
+            return pickle.loads(process.stdout.read(*FRAME.unpack(head)))
+        finally:
+            watch.cancel()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()

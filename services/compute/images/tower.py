@@ -1,0 +1,81 @@
+"""VisionTower: the part of a model that makes embeddings of an image, as transformers has it.
+
+One image a call, or one tile of it, in shapes that follow from the image alone. So its embeddings
+have the same bits in any company.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.utils import logging
+
+from shared.process.errors import StartupError
+
+TEXT_PARTS = ("language_model", "text_model")
+
+
+class VisionTower:
+    def __init__(self, model: Any, device: torch.device) -> None:
+        """model: of transformers, with get_image_features."""
+        self.model = model
+        self.device = device
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+
+    def calls(self, inputs: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """The inputs of each call, to be computed one after the other. inputs: of one image, as its processor made them."""
+        tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
+        pixels, others = tensors.pop("pixel_values"), tensors
+        if pixels.dim() == 5 and not others:  # [1, tiles, 3, height, width], each tile by itself
+            for number in range(pixels.shape[1]):
+                yield {"pixel_values": pixels[:, number : number + 1]}
+        else:
+            yield {"pixel_values": pixels, **others}
+
+    @torch.inference_mode()
+    def encode(self, call: dict[str, Tensor]) -> Tensor:
+        """Embeddings of one of `calls`, [tokens, hidden]."""
+        given = {name: value.to(self.device) for name, value in call.items()}
+        given["pixel_values"] = given["pixel_values"].to(self.dtype)
+        found = self.model.get_image_features(**given).pooler_output
+        features = found if isinstance(found, Tensor) else torch.cat(list(found))
+        return features.reshape(-1, features.shape[-1]).to(self.dtype)
+
+
+def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> VisionTower:
+    """Read the tower's weights of a checkpoint. Raises StartupError."""
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        model, info = AutoModelForImageTextToText.from_pretrained(
+            folder, config=without_text(config), dtype=dtype, attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False,
+            local_files_only=True, low_cpu_mem_usage=True, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # of safetensors, of the model's own code, of the library's checks
+        raise StartupError(f"{folder}: transformers can't load the part that sees images: {(str(error).strip().splitlines() or ['?'])[0]}") from None
+    if missing := sorted(name for name in info["missing_keys"] if not is_of_text(name)):
+        raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
+    for name in TEXT_PARTS:
+        if hasattr(model.model, name):
+            setattr(model.model, name, None)
+    model.lm_head = None
+    return VisionTower(model.eval().to(device), device)
+
+
+def without_text(config: Any) -> Any:
+    """The config of the model without the text's layers, which would be read for nothing."""
+    found = copy.deepcopy(config)
+    text = found.get_text_config()
+    text.num_hidden_layers = 0
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(text, name, None) is not None:
+            setattr(text, name, [])
+    return found
+
+
+def is_of_text(name: str) -> bool:
+    return name.startswith("lm_head.") or any(f"{part}." in name for part in TEXT_PARTS)

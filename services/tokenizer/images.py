@@ -1,0 +1,56 @@
+"""Images in conversations: what stands in the prompt in the place of each."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.tokenizer.prepared import Prepared
+from shared.model.arrays import Array
+from shared.model.vision.images import MAX_IMAGES, Image, PromptImage
+from shared.model.vision.shape import VisionFamily
+from shared.process.errors import Invalid
+from shared.wire.messages import ChatMessage
+
+PARAM = "messages"
+
+
+def images_of(messages: Sequence[ChatMessage] | None) -> list[Image]:
+    return [part.image for message in messages or () for part in message.parts if part.image is not None]
+
+
+def check_images(messages: Sequence[ChatMessage] | None, vision: VisionFamily | None, *, has_modules: bool) -> None:
+    """Raises Invalid for images that the model does not see."""
+    images = images_of(messages)
+    if images and vision is None:
+        raise Invalid("this model reads text only: images can't be understood", param=PARAM, code="model_not_supported")
+    if len(images) > MAX_IMAGES:
+        raise Invalid(f"at most {MAX_IMAGES} images in one request, got {len(images)}", param=PARAM)
+    if images and has_modules:
+        raise Invalid("a prompt with modules takes no images", param="prompt_modules")
+
+
+def expand_images(prepared: Prepared, vision: VisionFamily | None) -> None:
+    """Put the tokens of each image into the rendered text, in place of what the template wrote for
+    it; or say why not."""
+    if vision is not None and prepared.text is not None and (images := images_of(prepared.request.messages)):
+        try:
+            _expand(prepared, prepared.text, images, vision)
+        except Invalid as error:
+            prepared.error = error
+
+
+def _expand(prepared: Prepared, text: str, images: Sequence[Image], vision: VisionFamily) -> None:
+    before, *behind = text.split(vision.marker)
+    if len(behind) != len(images):
+        raise Invalid(f"the chat template wrote {len(behind)} places for {len(images)} images", param=PARAM, code="chat_template_error")
+    shapes = [vision.shape(image.width, image.height, is_low=image.is_low) for image in images]
+    prepared.text = type(text)(before + "".join(shape.text + part for shape, part in zip(shapes, behind, strict=True)))
+    prepared.images = tuple(
+        PromptImage(image, shape.num_tokens, shape.num_rows, shape.num_columns) for image, shape in zip(images, shapes, strict=True)
+    )  # fmt: skip
+
+
+def check_places(token_ids: Array, images: Sequence[PromptImage], image_token_id: int) -> None:
+    """Check that a prompt with images has as many places as they take. Raises Invalid."""
+    if images and int(np.count_nonzero(token_ids == image_token_id)) != sum(each.num_tokens for each in images):
+        raise Invalid("a conversation with images can't spell the model's image token, nor be truncated", param=PARAM)

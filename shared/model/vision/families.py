@@ -1,0 +1,211 @@
+"""The families of models that see, by config.json's model_type: how many tokens an image takes.
+
+What is computed here is what the transformers library's processor of the family computes from the
+image itself; tests compare the two.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shared.model.vision.shape import Config, ImageShape, VisionFamily, too_narrow
+from shared.process.errors import StartupError
+
+LARGEST_EDGE = 4096  # of what Idefics 3 and SmolVLM resize to
+LOW_PIXELS = 512 * 512  # of an image that may be small, where the family has no size of its own for it
+MOST_NARROW = 200  # sides of an image for Qwen
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Idefics 3 and SmolVLM: tiles row by row, then the whole image in the size of one tile."""
+
+    tile: int  # pixels of a side
+    longest_edge: int  # that images are resized to
+    is_split: bool
+    num_tile_tokens: int
+    placeholder: str = "<image>"
+    marker: str = "<image>"
+
+    def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
+        rows, columns = (0, 0) if is_low or not self.is_split else self.tiles(width, height)
+        own = self.placeholder * self.num_tile_tokens
+        lines = ["".join(f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{own}" for column in range(columns)) for row in range(rows)]
+        text = "".join(line + "\n" for line in lines) + ("\n" if lines else "") + f"<fake_token_around_image><global-img>{own}<fake_token_around_image>"
+        return ImageShape(text, (rows * columns + 1) * self.num_tile_tokens)
+
+    def tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns; 0, 0: the image is one tile."""
+        ratio = width / height
+        if width >= height:
+            width, height = self.longest_edge, even(int(self.longest_edge / ratio))
+        else:
+            width, height = even(int(self.longest_edge * ratio)), self.longest_edge
+        height, width = max(height, 1), max(width, 1)
+        if max(width, height) > LARGEST_EDGE:
+            ratio = width / height
+            width, height = (LARGEST_EDGE, int(LARGEST_EDGE / ratio)) if width >= height else (int(LARGEST_EDGE * ratio), LARGEST_EDGE)
+            height, width = max(height, 1), max(width, 1)
+        ratio = width / height
+        if width >= height:
+            width = whole_tiles(width, self.tile)
+            height = whole_tiles(int(width / ratio), self.tile)
+        else:
+            height = whole_tiles(height, self.tile)
+            width = whole_tiles(int(height * ratio), self.tile)
+        return (height // self.tile, width // self.tile) if max(width, height) > self.tile else (0, 0)
+
+    def processing(self, *, is_low: bool) -> dict[str, Any]:
+        return {"do_image_splitting": self.is_split and not is_low}
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """LLaVA 1.5 and Gemma 3: every image has as many tokens."""
+
+    num_tokens: int
+    placeholder: str = "<image>"
+    marker: str = "<image>"
+    before: str = ""
+    behind: str = ""
+
+    def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:  # noqa: ARG002
+        return ImageShape(self.before + self.placeholder * self.num_tokens + self.behind, self.num_tokens)
+
+    def processing(self, *, is_low: bool) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class BestResolution:
+    """LLaVA-NeXT: the image at the best of some resolutions, without its padding, a token at the end
+    of each row, and the whole image before."""
+
+    side: int  # patches of a tile's side
+    size: int  # pixels of it
+    resolutions: tuple[tuple[int, int], ...]  # height, width
+    num_whole: int  # tokens of the whole image
+    placeholder: str = "<image>"
+    marker: str = "<image>"
+
+    def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:  # noqa: ARG002
+        best_height, best_width = self.best(width, height)
+        rows, columns = self.side * (best_height // self.size), self.side * (best_width // self.size)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        num_tokens = rows * columns + rows + self.num_whole
+        return ImageShape(self.placeholder * num_tokens, num_tokens)
+
+    def best(self, width: int, height: int) -> tuple[int, int]:
+        """The resolution that keeps most of the image's pixels, and of those the one with least
+        room left."""
+
+        def worth(resolution: tuple[int, int]) -> tuple[int, int]:
+            scale = min(resolution[1] / width, resolution[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - resolution[0] * resolution[1]
+
+        return max(self.resolutions, key=worth)
+
+    def processing(self, *, is_low: bool) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """Qwen 2 VL and 2.5 VL: as many patches as the image has room for, within bounds."""
+
+    patch: int  # pixels of a side
+    merge: int  # patches of a token's side
+    min_pixels: int
+    max_pixels: int
+    placeholder: str = "<|image_pad|>"
+    marker: str = "<|image_pad|>"
+
+    def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
+        if max(width, height) > MOST_NARROW * min(width, height):
+            raise too_narrow(width, height, MOST_NARROW)
+        factor, most = self.patch * self.merge, self.most_pixels(is_low=is_low)
+        rows, columns = round(height / factor), round(width / factor)
+        if rows * columns * factor * factor > most:
+            beta = math.sqrt(height * width / most)
+            rows, columns = (max(1, math.floor(each / beta / factor)) for each in (height, width))
+        elif rows * columns * factor * factor < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(each * beta / factor) for each in (height, width))
+        return ImageShape(self.placeholder * (rows * columns), rows * columns, rows, columns)
+
+    def most_pixels(self, *, is_low: bool) -> int:
+        return max(min(self.max_pixels, LOW_PIXELS), self.min_pixels) if is_low else self.max_pixels
+
+    def processing(self, *, is_low: bool) -> dict[str, Any]:
+        return {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.most_pixels(is_low=is_low)}}
+
+
+def _tiled(config: Config, processor: Config) -> Tiled:
+    vision = config["vision_config"]
+    tile = int(vision.get("image_size", 224))
+    scale = int(config.get("scale_factor", 2))
+    tokens = (tile // int(vision.get("patch_size", 32))) ** 2 // scale**2
+    longest = int((processor.get("size") or {}).get("longest_edge", 4 * 364))
+    tile = int((processor.get("max_image_size") or {}).get("longest_edge", tile))
+    return Tiled(tile, longest, bool(processor.get("do_image_splitting", True)), tokens)
+
+
+def _num_patches(config: Config) -> tuple[int, int, int]:
+    """Read of the vision tower: pixels of a side, patches of it, and tokens of an image."""
+    vision = config["vision_config"]
+    size, patch = int(vision.get("image_size", 224)), int(vision.get("patch_size", 32))
+    has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
+    own = int(has_class and config.get("vision_feature_select_strategy", "default") == "full")
+    return size, size // patch, (size // patch) ** 2 + own
+
+
+def _llava(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
+    return Fixed(_num_patches(config)[2])
+
+
+def _llava_next(config: Config, processor: Config) -> BestResolution:
+    size, side, num_whole = _num_patches(config)
+    found = config.get("image_grid_pinpoints") or processor.get("image_grid_pinpoints") or [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    return BestResolution(side, size, tuple((int(height), int(width)) for height, width in found), num_whole)
+
+
+def _gemma3(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
+    count = int(config.get("mm_tokens_per_image", 256))
+    return Fixed(count, "<image_soft_token>", "<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n")
+
+
+def _qwen(config: Config, processor: Config) -> Dynamic:
+    vision, size = config["vision_config"], processor.get("size") or {}
+    least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    return Dynamic(int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)), int(least), int(most))
+
+
+READERS: dict[str, Callable[[Config, Config], VisionFamily]] = {
+    "gemma3": _gemma3, "idefics3": _tiled, "llava": _llava, "llava_next": _llava_next, "qwen2_5_vl": _qwen, "qwen2_vl": _qwen, "smolvlm": _tiled,
+}  # fmt: skip
+
+
+def read_family(config: Config, processor: Config) -> VisionFamily | None:
+    """How a model sees, by its whole config.json and preprocessor_config.json; None: it does not,
+    or not here. Raises StartupError."""
+    reader = READERS.get(str(config.get("model_type")))
+    if reader is None or not isinstance(config.get("vision_config"), dict):
+        return None
+    try:
+        return reader(config, processor)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise StartupError(f"config.json and preprocessor_config.json do not say how the model sees images: {error!r}") from None
+
+
+def even(length: int) -> int:
+    return length + length % 2
+
+
+def whole_tiles(length: int, tile: int) -> int:
+    return math.ceil(length / tile) * tile
