@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bench.gpu.check import BLOCK_SIZE, EPS, Check, name_of, randn, relative_error
+from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.torch.attention import AttentionInputs, Heads
@@ -15,15 +17,17 @@ from services.compute.backends.torch.reference import Scores, kv_row_size, norm_
 from services.compute.backends.torch.reference import write_kv as write_reference
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None) -> Tensor:
-    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]. Returns [n, heads * d]."""
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None, last_seen: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]; last_seen: [n], the last that each sees. Returns [n, heads * d]."""
     group = q.shape[1] // k.shape[1]
     k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
     if scores_of.cap:
         scores = scores_of.cap * torch.tanh(scores / scores_of.cap)
     positions = torch.arange(len(q))
-    is_seen = positions[None, :] <= positions[:, None]
+    is_seen = positions[None, :] <= (positions if last_seen is None else last_seen)[:, None]
     if window is not None:
         is_seen &= positions[None, :] > positions[:, None] - window
     scores = scores.masked_fill(~is_seen, -torch.inf)
@@ -134,17 +138,55 @@ def check_holes(backend: CudaBackend, heads: Heads, lens: tuple[int, ...], last:
     run(0, begun, [1] * begun, [1] * begun, [(slot // BLOCK_SIZE,) for slot in slots[:begun]], None)  # each writes its own
     found = run(begun, len(slots), [last], [context], [table], [lens])
     alone = [run(begun + at, begun + at + 1, [1], [context - last + at + 1], [table], [lens]) for at in range(last)]
-    q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes([heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
-    cache = torch.zeros(
-        (2, 1, num_kv_heads, len(prompt), kv_row_size(dim, kv_group) if kv_group else dim), dtype=torch.uint8 if kv_group else dtype
-    )  # fmt: skip
-    write_reference(cache, k, v, torch.arange(len(prompt)))
-    k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
+    q, k, v = written(prompt, heads, kv_group, dtype)
     expected = exact_attention(q, k, v, None, attention.scores, None)[begun:]
     bound = 2e-5 if dtype == torch.float32 and not kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {kv_group}" if kv_group else "")
     case = f"{heads.num_heads} / {num_kv_heads} heads of {dim}, {len(lens)} blocks of which {sum(each < BLOCK_SIZE for each in lens)} have holes"
     return Check("attention", types, case, relative_error(found, expected), bound, torch.equal(torch.cat(alone), found))
+
+
+def check_spans(backend: Backend, heads: Heads, window: int | None, kv_group: int = 0) -> Check:
+    """Tokens of which some see all of a span that ends behind them: an image's. In one step, and in one for each span and for what is between them."""
+    dtype, device, dim, num_kv_heads = backend.dtype, backend.device, heads.head_dim, heads.num_kv_heads
+    attention, spans, context = backend.make_attention(heads), [(5, 21), (40, 105), (105, 110)], 130
+    last_seen = list(range(context))
+    for first, end in spans:
+        last_seen[first:end] = [end - 1] * (end - first)
+    prompt = randn(context, (heads.num_heads + 2 * num_kv_heads) * dim, seed=11).to(dtype)
+    table = tuple(torch.randperm(-(-context // BLOCK_SIZE), generator=torch.Generator().manual_seed(6)).tolist())
+    slots = [table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in range(context)]
+
+    def run(borders: list[int]) -> Tensor:
+        kv = backend.make_kv_layer(len(table), BLOCK_SIZE, num_kv_heads, dim, group=kv_group)
+        parts = []
+        for first, end in pairwise(borders):
+            still = (torch.ones(end - first, dim // 2, device=device), torch.zeros(end - first, dim // 2, device=device))
+            inputs = AttentionInputs([end - first], [end], [table], backend.buffers.fill("slots", slots[first:end]), (still,), None, last_seen[first:end])
+            plan = attention.plan(inputs, BLOCK_SIZE)
+            backend.buffers.upload()
+            parts.append(attention(prompt[first:end].to(device), kv, plan, window=window, norms=(None, None), eps=EPS).clone().cpu())
+        return torch.cat(parts)
+
+    found = run([0, context])
+    q, k, v = written(prompt, heads, kv_group, dtype)
+    expected = exact_attention(q, k, v, window, Scores.of(dim), None, torch.tensor(last_seen))
+    bound = 2e-5 if dtype == torch.float32 and not kv_group else 6e-3
+    types = name_of(dtype) + (f", KV int8 in groups of {kv_group}" if kv_group else "")
+    case = f"{heads.num_heads} / {num_kv_heads} heads of {dim}, spans that see each other, window {window}"
+    is_same = torch.equal(found, run([0, 5, 21, 40, 105, 110, context]))
+    return Check("attention", types, case, relative_error(found, expected), bound, is_same)
+
+
+def written(prompt: Tensor, heads: Heads, kv_group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, and k and v as the definition writes them to a cache: [n, heads, d] each. prompt: [n, (heads + 2 kv_heads) * d]."""
+    dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
+    q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes([heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
+    row = kv_row_size(dim, kv_group) if kv_group else dim
+    cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if kv_group else dtype)
+    write_reference(cache, k, v, torch.arange(len(prompt)))
+    k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
+    return q, k, v
 
 
 ATTENTIONS = (
@@ -173,4 +215,5 @@ def attention_checks(backend: CudaBackend, *, on_device: bool) -> Iterator[parti
         yield partial(check_attention, backend, case)
     for group in (0, 8) if backend.dtype != torch.float32 else (0,):
         for last in (1, 40):
+            yield partial(check_spans, backend, Heads(8, 2, 64), 50 if last > 1 else None, group)
             yield partial(check_holes, backend, Heads(32, 8, 128), (*[16, 3, 16, 1, 7, 16] * (20 if on_device else 1), 16, 16, 16), last, group)

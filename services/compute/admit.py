@@ -261,6 +261,7 @@ class Admitter:
             images=placed.runs,
             positions=placed.positions,
             position_shift=placed.position_shift,
+            sees_whole_images=self.images is not None and self.images.family.num_whole > 0,
             embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
 

@@ -34,6 +34,7 @@ class BatchRow:
     block_lens: tuple[int, ...] = ()
     # of token_ids, those that embeddings of images stand in for: runs from the first of them on
     images: tuple[ImageRun, ...] = ()
+    sees_whole_images: bool = False  # each of their tokens sees all of its run
     # of token_ids, in time, down and across, where that is not the same
     positions: tuple[tuple[int, ...], ...] = ()
 

@@ -199,6 +199,10 @@ def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> I
     """The part of the model that sees, where our own executor runs the rest. Raises StartupError."""
     if files.vision is None or not isinstance(model, Decoder):
         return None
+    if files.vision.num_whole > max(settings.max_batched_tokens, settings.max_num_seqs):
+        raise StartupError(
+            f"--max-batched-tokens {settings.max_batched_tokens}: an image of this model has {files.vision.num_whole} tokens, computed in one step"
+        )
     try:
         from services.compute.images.tower import load_tower
     except ImportError as error:

@@ -180,6 +180,7 @@ class ModelRunner:
             block_lens=block_lens_of(batch, block_size),
             logit_rows=self.buffers.fill("logit_rows", logit_rows),
             overlay=self._overlay(batch),
+            last_seen=last_seen_of(batch),
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)
@@ -217,6 +218,19 @@ def block_lens_of(batch: ScheduledBatch, block_size: int) -> list[tuple[int, ...
     if not any(row.block_lens for row in batch.rows):
         return None
     return [row.block_lens or (block_size,) * len(row.block_table) for row in batch.rows]
+
+
+def last_seen_of(batch: ScheduledBatch) -> list[int] | None:
+    """AttentionInputs' last_seen."""
+    if not any(row.sees_whole_images and row.images for row in batch.rows):
+        return None
+    found: list[int] = []
+    for row in batch.rows:
+        own = list(range(row.num_computed_tokens, row.num_context_tokens))
+        for run in row.images if row.sees_whole_images else ():
+            own[run.start : run.end] = [row.num_computed_tokens + run.end - 1] * run.count
+        found.extend(own)
+    return found
 
 
 @torch.inference_mode()

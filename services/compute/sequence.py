@@ -172,6 +172,7 @@ class Sequence:
     # of its prompt's tokens, where images have rows and columns: [3, n] int64
     positions: Array | None = None
     position_shift: int = 0  # of a token behind the prompt: its position, less its place
+    sees_whole_images: bool = False  # an image's tokens see each other, and are computed together
     # set: its prompt is computed, and no token is sampled; its pooling is said
     embedding: EmbeddingParams | None = None
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
@@ -244,6 +245,23 @@ class Sequence:
         if self.layout is None or self.num_computed_tokens >= self.layout.starts[-1]:
             return self.num_uncomputed_tokens
         return self.layout.end(self.layout.at(self.num_computed_tokens)) - self.num_computed_tokens
+
+    def chunk(self, room: int, most: int) -> int:
+        """How many tokens are computed next, at once, where there is room for so many, or for `most` if
+        they are those of an image that is computed whole."""
+        count = min(self.longest_chunk, room)
+        first, end = self.num_computed_tokens, self.num_computed_tokens + count
+        cut = next((run for run in self.images if run.start < end < run.end), None) if self.sees_whole_images and count > 0 else None
+        if cut is None:
+            return count
+        if cut.start > first:
+            return cut.start - first
+        return cut.end - first if cut.end - first <= most else 0
+
+    @property
+    def largest_whole(self) -> int:
+        """The tokens of its largest image, if they are computed together."""
+        return max((run.count for run in self.images), default=0) if self.sees_whole_images else 0
 
     @property
     def max_num_tokens(self) -> int:

@@ -189,6 +189,7 @@ class Engine:
         prompt_logprobs: int | None = None,
         segments: list[tuple[Segment, ...]] | None = None,
         images: list[PlacedPrompt] | None = None,
+        sees_whole_images: bool = False,
     ) -> list[list[int]]:
         """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number, and its prompt's logprobs in `self.prompts`.
 
@@ -203,6 +204,7 @@ class Engine:
         ]
         for sequence, seen in zip(sequences, images or [], strict=bool(images)):
             sequence.images, sequence.positions, sequence.position_shift = seen.runs, seen.positions, seen.position_shift
+            sequence.sees_whole_images = sees_whole_images
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)

@@ -17,19 +17,19 @@ from shared.model.vision.shape import VisionFamily
 
 VOCAB_SIZE, IMAGE_TOKEN = 300, 290
 SHAPE = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-LLAMA = {"model_type": "llama", "head_dim": 16, **SHAPE}
+LLAMA = {"model_type": "llama", "head_dim": 32, **SHAPE}
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 8}
 CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56,
     "patch_size": 14, "projection_dim": 16,
 }  # fmt: skip
-MROPE = {**SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}, "bos_token_id": 1, "eos_token_id": 2}
+MROPE = {**SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}, "bos_token_id": 1, "eos_token_id": 2}
 QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 291, "vision_end_token_id": 292, "video_token_id": 293}
 GEMMA3 = {
-    **SHAPE, "model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 24,
+    **SHAPE, "model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 def write_vision_model(name: str, folder: Path) -> Any:
     """A checkpoint of the family in the folder, and the library's model of it, in float32."""
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **CONFIGS[name]), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -113,12 +113,12 @@ def test_answers_depend_on_the_image_and_on_nothing_else(seeing: Deployment, fol
     sizes = [(200, 140), (64, 64), (90, 300), (300, 300)]
     files = [file_of(*sizes[number % 4], number) for number in range(6)]
     questions = [
-        body(text("Say what you see: "), image(file), *([image(files[number - 1]), text(" And?")] if number % 2 else []), temperature=1.5, seed=3, ignore_eos=True)
+        body(text("See: "), image(file), *([image(files[number - 1]), text(" And?")] if number % 2 else []), temperature=1.5, seed=3, ignore_eos=True)
         for number, file in enumerate(files)
     ]  # fmt: skip
     expected = [bytes_of(seeing, question) for question in questions]
     assert len(set(expected)) == len(expected)
-    low = bytes_of(seeing, body(text("Say what you see: "), image(files[0], detail="low"), temperature=1.5, seed=3, ignore_eos=True))
+    low = bytes_of(seeing, body(text("See: "), image(files[0], detail="low"), temperature=1.5, seed=3, ignore_eos=True))
     assert low != expected[0]
 
     def ask_all(deployment: Deployment) -> list[str]:
@@ -168,7 +168,8 @@ def test_hostile_images_are_one_error_each(seeing: Deployment) -> None:
     assert answer_of(seeing, body(text("x"), image(polyglot)))
     for parts, words in [
         ([image(plain)] * 65, "at most 64 images"), ([image(b"x")] * 5000, "parts"), ([image(b"")], "empty"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,§"}}], "base64"), ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "data URL"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,§"}}], "base64"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}], "not fetched from this host"),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"file_id": "file-" + 24 * "0"}}], "No such File"),

@@ -40,6 +40,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, rising: the tokens whose logits will be asked for
     block_lens: list[tuple[int, ...]] | None = None  # see AttentionInputs
     overlay: Overlay | None = None  # of the embeddings of input_ids
+    last_seen: list[int] | None = None  # see AttentionInputs
 
 
 class Rows(Protocol):
@@ -104,7 +105,7 @@ class Decoder:
         """Prepare attention for the batch, the same for every layer. Good until the backend's next
         plan."""
         ropes = self._take_rotary_tables(len(batch.input_ids))
-        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens)
+        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens, batch.last_seen)
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
         self._fill_rotary_tables(ropes, batch.positions)

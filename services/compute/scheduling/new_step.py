@@ -17,6 +17,10 @@ class NewStep:
     # and how many of its uncomputed tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum([count for _, count in self.chunks])
+
     def room(self, most: int, cost: StepCost | None, bound_s: float | None, at_least: int) -> int:
         """The tokens that may be added to its decodes: of `most` in all, and so many at least
         within the time. cost: None if it is not known yet; bound_s: None if nothing bounds it."""
@@ -47,7 +51,7 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
         sequence.handle, token_ids, first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
         first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
         sequence.position_shift if first >= sequence.num_prompt_tokens else 0, images=sequence.images_in(first, last),
-        positions=positions_of(sequence, first, last),
+        sees_whole_images=sequence.sees_whole_images, positions=positions_of(sequence, first, last),
     )  # fmt: skip
 
 

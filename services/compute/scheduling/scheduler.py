@@ -254,7 +254,7 @@ class Scheduler:
         Returns what is left of it."""
         for sequence in sorted(behind, key=self.shares.order):
             self.prefixes.reuse(sequence)
-            num_tokens = min(sequence.longest_chunk, budget - self.shares.kept_from(sequence))
+            num_tokens = sequence.chunk(budget - self.shares.kept_from(sequence), self.max_batched_tokens - step.num_tokens)
             if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, step):
                 step.chunks.append((sequence, num_tokens))
                 budget -= num_tokens
@@ -331,7 +331,7 @@ class Scheduler:
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int, *, is_fork: bool) -> bool:
         """Whether there are free blocks for the sequence's first chunk now; with segments, of which
         later ones may be found, for all of it that nobody holds."""
-        blocks = self.block_manager
+        blocks, budget = self.block_manager, max(budget, sequence.largest_whole)
         if sequence.layout is not None and not is_fork:
             return blocks.num_blocks_for(sequence.num_tokens) - blocks.num_held(sequence) <= blocks.num_free_blocks
         num_tokens = sequence.num_tokens if sequence.layout is not None else min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
@@ -352,11 +352,12 @@ class Scheduler:
             self.prefixes.share(sequence, matched)
         self.groups.join(sequence)
         self.prefixes.begun(sequence)
-        num_tokens = min(sequence.longest_chunk, budget)
+        num_tokens = sequence.chunk(budget, self.max_batched_tokens - step.num_tokens)
         last = sequence.num_computed_tokens + num_tokens
         has_grown = self.block_manager.grow(sequence, self.admission.num_tokens_held(sequence, last))
         assert has_grown, "admitted without blocks"
-        step.chunks.append((sequence, num_tokens))
+        if num_tokens:  # else its image waits for a step with more room
+            step.chunks.append((sequence, num_tokens))
         return num_tokens
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: NewStep) -> bool:

@@ -27,6 +27,7 @@ class Tiled:
     num_tile_tokens: int
     placeholder: str = "<image>"
     marker: str = "<image>"
+    num_whole: int = 0
 
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
         rows, columns = (0, 0) if is_low or not self.is_split else self.tiles(width, height)
@@ -69,6 +70,7 @@ class Fixed:
     marker: str = "<image>"
     before: str = ""
     behind: str = ""
+    num_whole: int = 0
 
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:  # noqa: ARG002
         return ImageShape(self.before + self.placeholder * self.num_tokens + self.behind, self.num_tokens)
@@ -85,9 +87,10 @@ class BestResolution:
     side: int  # patches of a tile's side
     size: int  # pixels of it
     resolutions: tuple[tuple[int, int], ...]  # height, width
-    num_whole: int  # tokens of the whole image
+    num_small: int  # tokens of the whole image
     placeholder: str = "<image>"
     marker: str = "<image>"
+    num_whole: int = 0
 
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:  # noqa: ARG002
         best_height, best_width = self.best(width, height)
@@ -96,7 +99,7 @@ class BestResolution:
             rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
         else:
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-        num_tokens = rows * columns + rows + self.num_whole
+        num_tokens = rows * columns + rows + self.num_small
         return ImageShape(self.placeholder * num_tokens, num_tokens)
 
     def best(self, width: int, height: int) -> tuple[int, int]:
@@ -124,6 +127,7 @@ class Dynamic:
     max_pixels: int
     placeholder: str = "<|image_pad|>"
     marker: str = "<|image_pad|>"
+    num_whole: int = 0
 
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
         if max(width, height) > MOST_NARROW * min(width, height):
@@ -176,7 +180,7 @@ def _llava_next(config: Config, processor: Config) -> BestResolution:
 
 def _gemma3(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
     count = int(config.get("mm_tokens_per_image", 256))
-    return Fixed(count, "<image_soft_token>", "<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n")
+    return Fixed(count, "<image_soft_token>", "<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n", num_whole=count)
 
 
 def _qwen(config: Config, processor: Config) -> Dynamic:

@@ -32,6 +32,12 @@ class VisionFamily(Protocol):
         """The text that the chat template writes for an image."""
         ...
 
+    @property
+    def num_whole(self) -> int:
+        """The tokens of an image where they see each other, those behind them, too, so that they are
+        computed together; else 0."""
+        ...
+
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
         """Compute what an image of so many pixels becomes. is_low: a small one is enough. Raises Invalid."""
         ...

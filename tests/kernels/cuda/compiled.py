@@ -175,7 +175,7 @@ def launch_all(capability: int) -> None:
             kv, angles = backend.make_kv_layer(64, 16, 8, dim, group=group), torch.ones(71, dim // 2)
             inputs = AttentionInputs([1, 70], [300, 80], [tuple(range(50))] * 2, torch.arange(71), ((angles, angles),))
             norm = torch.ones(dim, dtype=dtype)
-            for each in (inputs, replace(inputs, block_lens=[(16,) * 50] * 2)):
+            for each in (inputs, replace(inputs, block_lens=[(16,) * 50] * 2), replace(inputs, last_seen=[299, *range(10, 80)])):
                 attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(each, 16), window=None, norms=(norm, norm), eps=1e-6)
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)

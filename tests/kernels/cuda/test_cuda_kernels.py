@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from bench.gpu.attention_checks import AttentionCase, check_attention, check_holes
+from bench.gpu.attention_checks import AttentionCase, check_attention, check_holes, check_spans
 from bench.gpu.check import Check
 from bench.gpu.kernels import (
     FORMS,
@@ -74,6 +74,13 @@ def test_attention_over_blocks_that_are_tokens_in_part(dtype: torch.dtype, last:
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 2)
     assert has_held(check_holes(CudaBackend(dtype, CPU), Heads(4, 2, 32), (16, 3, 16, 1, 7, 16, 16), last, group))
+
+
+@pytest.mark.parametrize(("dtype", "window", "group"), [(FLOAT32, None, 0), (BFLOAT16, 30, 0), (BFLOAT16, None, 8)])
+def test_attention_of_spans_that_see_each_other(dtype: torch.dtype, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "RANGE", 64)
+    monkeypatch.setattr(attention_module, "SPLITS", 2)
+    assert has_held(check_spans(CudaBackend(dtype, CPU), Heads(2, 1, 32), window, group))
 
 
 @pytest.mark.parametrize(("dtype", "has_norm"), [(FLOAT32, True), (BFLOAT16, False)])

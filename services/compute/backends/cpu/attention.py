@@ -41,6 +41,7 @@ class NativeAttention:
         width = max(-(-context // block_size) for context in inputs.context_lens)
         tables = self._table("block_tables", inputs.block_tables, width)
         lens = None if inputs.block_lens is None else self._table("block_lens", inputs.block_lens, width)
+        last_seen = None if inputs.last_seen is None else self.buffers.fill("last_seen", inputs.last_seen)
         starts = self.buffers.fill("query_starts", [0, *accumulate(inputs.query_lens)])
         contexts = self.buffers.fill("context_lens", inputs.context_lens)
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
@@ -51,10 +52,11 @@ class NativeAttention:
         )  # fmt: skip
         attention = Attention(
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
-            block_lens=pointer(lens), num_sequences=len(contexts), table_width=width, num_heads=heads.num_heads, head_dim=heads.head_dim,
+            block_lens=pointer(lens), last_seen=pointer(last_seen), num_sequences=len(contexts), table_width=width,
+            num_heads=heads.num_heads, head_dim=heads.head_dim,
             scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(),
         )  # fmt: skip
-        kept = (starts, contexts, tables, inputs.slot_mapping, *(() if lens is None else (lens,)))
+        kept = (starts, contexts, tables, inputs.slot_mapping, *(each for each in (lens, last_seen) if each is not None))
         return NativePlan(rotation, attention, out, inputs.ropes, kept)
 
     def _table(self, name: str, of_blocks: list[tuple[int, ...]], width: int) -> Tensor:

@@ -145,6 +145,7 @@ struct Attention {
   const int64_t* context_lens;     // [num_sequences]: tokens in the cache, the step's included
   const int64_t* block_tables;     // [num_sequences][table_width]
   const int64_t* block_lens;       // the same: of each block, how many of its positions are tokens; or null: all
+  const int64_t* last_seen;        // [tokens]: the last position that each sees, at least its own and rising in a sequence; or null: its own
   int64_t num_sequences, table_width;
   int64_t num_heads, head_dim;
   int64_t window;  // how many tokens back each sees, itself included; 0: all

@@ -44,6 +44,7 @@ class CudaPlan:
     contexts: Tensor
     tables: Tensor  # [sequences, width] int64
     block_lens: Tensor | None  # [sequences, width] int64, see AttentionInputs
+    last_seen: Tensor | None  # [T] int64, see AttentionInputs
     num_tokens: Tensor  # [1] int64: of the step, without padding
     slots: Tensor  # [T] int64
     num_split: int  # tiles whose ranges are divided
@@ -85,7 +86,8 @@ class CudaAttention:
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:
         num_tokens, lens = len(inputs.slot_mapping), inputs.query_lens
-        is_recordable = all(length == 1 for length in lens) or (max(lens) <= LONGEST_ROW and num_tokens <= MOST_TOKENS)
+        is_short = all(length == 1 for length in lens) or (max(lens) <= LONGEST_ROW and num_tokens <= MOST_TOKENS)
+        is_recordable = is_short and inputs.last_seen is None
         num_rows = pad_to_bucket(num_tokens) if is_recordable else num_tokens
         num_sequences = num_rows if is_recordable else len(lens)
         width = max(triton.next_power_of_2(-(-max(inputs.context_lens) // block_size)), NARROWEST)
@@ -118,10 +120,11 @@ class CudaAttention:
         pieces = torch.split(filled, [math.prod(shape) for shape in shapes])
         num_tokens_at, tiles_at, merged_at, contexts_at, tables_at = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
         lens_at = tables_at[1] if len(of_blocks) > 1 else None
+        last_seen = None if inputs.last_seen is None else self.buffers.fill("last seen", inputs.last_seen)
         heads, num_ranges = self.heads, triton.cdiv(width * block_size, RANGE)
         parts = (len(merged), heads.num_heads, num_ranges)
         return CudaPlan(
-            tiles_at, merged_at, contexts_at, tables_at[0], lens_at, num_tokens_at, inputs.slot_mapping, len(split), block_size,
+            tiles_at, merged_at, contexts_at, tables_at[0], lens_at, last_seen, num_tokens_at, inputs.slot_mapping, len(split), block_size,
             out=self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
             parts=self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
             stats=self.buffers.take("attention stats", (*parts, 2), torch.float32),
@@ -163,7 +166,7 @@ class CudaAttention:
         for first, count, splits in ((0, plan.num_split, min(SPLITS, num_ranges)), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
-                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, sinks, plan.out, plan.parts, plan.stats,
+                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,
                     num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
                     **shape, NUM_HEADS=heads.num_heads, SHARING=self.sharing, ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
                     IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,

@@ -2,6 +2,7 @@
 torch."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class AttentionInputs:
     ropes: tuple[CosSin, ...]  # a layer names one of them
     # of each sequence's blocks, how many of their positions are tokens: the others nobody sees. None: all are
     block_lens: list[tuple[int, ...]] | None = None
+    # of the step's tokens, the last position that each sees, in its sequence; None: its own
+    last_seen: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Piece:
 
     rows: range  # of the step's tokens
     sequence: int
-    num_context: int  # up to the last of them
+    num_context: int  # up to the last of them, or of what they see
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class PieceGroup:
     positions: Tensor  # [n, tokens] int64, in their sequences
     block_tables: Tensor  # [n, blocks] int64, whole ranges
     block_lens: Tensor  # [n, blocks] int64: of each block, how many of its positions are read
+    last_seen: Tensor  # the same, the last that each sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ class TorchAttention:
         for sequence, (length, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             for at in range(0, length, PIECE):
                 count = min(PIECE, length - at)
-                piece = Piece(range(row + at, row + at + count), sequence, context - length + at + count)
+                end = context - length + at + count if inputs.last_seen is None else inputs.last_seen[row + at + count - 1] + 1
+                piece = Piece(range(row + at, row + at + count), sequence, end)
                 members.setdefault((count, (-(-piece.num_context // RANGE)).bit_length()), []).append(piece)
             row += length
         return TorchPlan(inputs, [self._group(pieces, inputs, block_size) for pieces in members.values()])
@@ -99,8 +104,12 @@ class TorchAttention:
             there = torch.tensor([(*inputs.block_lens[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device)
             lens = torch.minimum(lens, there)
         rows = torch.tensor([list(piece.rows) for piece in pieces], device=device)
-        positions = context_lens - rows.shape[1] + torch.arange(rows.shape[1], device=device)
-        return PieceGroup(rows, positions, tables, lens)
+        starts = list(accumulate(inputs.query_lens, initial=0))
+        # of each sequence's first token in the step, its place in the step less that in the sequence
+        shifts = [starts[piece.sequence + 1] - inputs.context_lens[piece.sequence] for piece in pieces]
+        positions = rows - torch.tensor(shifts, device=device)[:, None]
+        last_seen = positions if inputs.last_seen is None else torch.tensor(inputs.last_seen, device=device)[rows]
+        return PieceGroup(rows, positions, tables, lens, last_seen)
 
     def __call__(
         self,
@@ -132,5 +141,6 @@ class TorchAttention:
         write_kv(kv, k, v, inputs.slot_mapping)
         out = torch.empty_like(q)
         for group in plan.groups:
-            out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.block_lens, group.positions, window, self.scores, sinks)
+            seen = group.positions, group.last_seen
+            out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.block_lens, seen, window, self.scores, sinks)
         return out.flatten(1)

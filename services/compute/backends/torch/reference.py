@@ -269,7 +269,7 @@ def paged_attention(
     kv: Tensor,
     block_tables: Tensor,
     block_lens: Tensor,
-    positions: Tensor,
+    positions: tuple[Tensor, Tensor],
     window: int | None,
     scores: Scores,
     sinks: Tensor | None = None,
@@ -279,8 +279,8 @@ def paged_attention(
 
     q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64,
     padded with any valid block; block_lens: [n, blocks] int64: of each block, how many of its
-    positions are read; positions: [n, tokens] int64, of the queries; window: how many tokens back
-    each sees, itself included; sinks: [heads] float32, one more score in each softmax, without a
+    positions are read; positions: of the queries, and the last that each sees, [n, tokens] int64;
+    window: how many tokens back each sees, itself included; sinks: [heads] float32, one more score in each softmax, without a
     value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Returns
     q's shape.
 
@@ -295,12 +295,12 @@ def paged_attention(
     group = num_heads // num_kv_heads
     num_rows = num_tokens * group
     rows = pad_rows(q.view(n, num_tokens, num_kv_heads, group, head_dim).transpose(1, 2).reshape(n, num_kv_heads, num_rows, head_dim).float())
-    ends = F.pad(positions.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None]
+    own, ends = (F.pad(each.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None] for each in positions)
     highest = torch.full((*rows.shape[:3], 1), LOWEST, device=q.device)
     total = torch.zeros_like(highest)
     out = torch.zeros_like(rows)
-    first = 0 if window is None else max(0, int(positions.min()) + 1 - window) // RANGE * RANGE
-    for start in range(first, int(positions.max()) + 1, RANGE):
+    first = 0 if window is None else max(0, int(positions[0].min()) + 1 - window) // RANGE * RANGE
+    for start in range(first, int(ends.max()) + 1, RANGE):
         keys = torch.arange(start, start + RANGE, device=q.device)
         places = (keys // block_size).clamp(max=block_tables.shape[1] - 1)
         blocks = block_tables[:, places]
@@ -309,7 +309,7 @@ def paged_attention(
         k, v = (read_kv(kv[which][blocks, :, keys % block_size], head_dim, torch.float32).float().transpose(1, 2) for which in (0, 1))
         is_seen = is_there[:, None, None] & (keys <= ends)
         if window is not None:
-            is_seen &= keys > ends - window
+            is_seen &= keys > own - window
         changed = cap_scores((rows @ k.transpose(2, 3)) * scores.scale, scores.cap).masked_fill(~is_seen, -torch.inf)
         before, highest = highest, torch.maximum(highest, changed.amax(-1, keepdim=True))
         weights, factor = torch.exp(changed - highest), torch.exp(before - highest)

@@ -128,13 +128,13 @@ def load_cache(
 
 @triton.jit
 def attend_range(
-    q, kv_ptr, kv_scales_ptr, table_ptr, lens_ptr, positions, first, last, end, kv_head, kv_stride, block_stride, window, scale, cap,
+    q, kv_ptr, kv_scales_ptr, table_ptr, lens_ptr, positions, lasts, first, last, end, kv_head, kv_stride, block_stride, window, scale, cap,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Keys of [first, last), a multiple of KEYS each, of which [0, end) are there. q: [ROWS, DIM];
-    table, lens: of the sequence, see `attend`; positions: [ROWS]; window: how many each sees,
-    itself included. Returns each row's largest score, sum of weights, and weighted sum of values:
+    table, lens: of the sequence, see `attend`; positions: [ROWS]; lasts: [ROWS], the last that each sees; window: how
+    many each sees before itself, and itself. Returns each row's largest score, sum of weights, and weighted sum of values:
     [ROWS], [ROWS], [ROWS, DIM] float32."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -150,7 +150,7 @@ def attend_range(
         scores = dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32)) * scale
         if HAS_CAP:
             scores = tanh(scores / cap) * cap
-        is_seen = is_there[None, :] & (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
+        is_seen = is_there[None, :] & (keys[None, :] <= lasts[:, None]) & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -188,10 +188,11 @@ def finished(largest, mass, total, sinks_ptr, head, is_row):
 
 
 @triton.jit(
-    do_not_specialize=["num_tiles", "table_width", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr", "lens_ptr"]
+    do_not_specialize=["num_tiles", "table_width", "max_ranges"],
+    do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr", "lens_ptr", "last_seen_ptr"],
 )
 def attend(
-    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
+    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, lens_ptr, last_seen_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
@@ -202,7 +203,8 @@ def attend(
     tiles: [4, num_tiles] int64: first token in the step, number of queries (0: padding), sequence,
     the first query's part; contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
     the step less its position; tables: [sequences, table_width]; lens: the same, of each block how many
-    of its positions are tokens, or None: all; sinks: [heads] float32, or None. A tile's rows are its queries
+    of its positions are tokens, or None: all; last_seen: [T] int64, the last position that each token
+    sees, or None: its own; sinks: [heads] float32, or None. A tile's rows are its queries
     times the SHARING (a power of two) query heads of a KV head. Writes out [T, heads * head_dim],
     or by query and range parts [parts, heads, max_ranges, head_dim] and stats [parts, heads,
     max_ranges, 2] of largest score and mass, float32.
@@ -221,6 +223,9 @@ def attend(
         token = first_token + query
         head = kv_head * heads_of_one + of_group
         positions = tl.where(is_row, token - origin, -1)
+        lasts = positions
+        if last_seen_ptr is not None:
+            lasts = tl.load(last_seen_ptr + token, mask=is_row, other=-1)
         at = tl.arange(0, DIM)
         is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
         width: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -228,6 +233,8 @@ def attend(
         # by the tile's first query; the last sees up to:
         first_seen = tl.maximum(first_token - origin - window + 1, 0)
         last_seen = first_token - origin + num_queries
+        if last_seen_ptr is not None:
+            last_seen = tl.load(last_seen_ptr + first_token + num_queries - 1) + 1
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, DIM], tl.float32)
@@ -236,7 +243,7 @@ def attend(
             last = tl.minimum((number + 1) * RANGE, last_seen)
             lens = lens_ptr + sequence * table_width if lens_ptr is not None else None
             range_largest, range_mass, range_total = attend_range(
-                q, kv_ptr, kv_scales_ptr, tables_ptr + sequence * table_width, lens, positions, first, last, end, kv_head, kv_stride, block_stride,
+                q, kv_ptr, kv_scales_ptr, tables_ptr + sequence * table_width, lens, positions, lasts, first, last, end, kv_head, kv_stride, block_stride,
                 window, scale, cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, ROWS, KEYS, DIM, HAS_CAP,
             )  # fmt: skip
             if IS_SPLIT:
