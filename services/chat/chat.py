@@ -11,6 +11,7 @@ from typing import Any
 
 from services.chat.conversation import Conversation
 from services.chat.display import Display, clean, make_display, on_interrupt, quiet_keyboard
+from services.chat.images import read_image
 from services.chat.prompt import NEWLINE_KEYS, Prompt, to_utf8
 from services.chat.server import ChatError, Model, Server, Usage
 from shared.process.errors import StartupError
@@ -21,6 +22,7 @@ COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /etc
 HELP = f"""\
 /system [TEXT]   show the system prompt, or set it (/system none takes it away)
 /model [NAME]    list the models, or go on with another
+/image FILE      send an image with the next question, to a model that sees
 /regenerate      answer the last question again
 /save FILE       write the conversation: Markdown, or messages to a .json
 /reset           forget what was said; the system prompt stays
@@ -28,7 +30,7 @@ HELP = f"""\
 Enter sends; {NEWLINE_KEYS} begins a new line; what is pasted stays one question.
 Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
-COMMANDS = ("help", "reset", "system", "model", "regenerate", "save", "exit", "quit")
+COMMANDS = ("help", "reset", "system", "model", "image", "regenerate", "save", "exit", "quit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class ChatOptions:
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    images: tuple[str, ...] = ()  # files that go with the first question
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class Chat:
         self.options = options
         self.display = display
         self.conversation = Conversation(options.system)
+        self.images = tuple(read_image(path) for path in options.images)  # of the next question
         self.models = {model.name: model for model in server.models()}
         self.model = self.find_model(options.model) if options.model else self.first_model()
 
@@ -92,7 +96,7 @@ class Chat:
         """Show the answer as it comes, and remember it. None: there was none, and the display has said why."""
         if limit := self.model.max_model_len:
             self._say_dropped(self.conversation.trim(question, limit))
-        answer = Answer()
+        answer, images = Answer(), self.images
         is_stopped = False
         try:
             with quiet_keyboard(), on_interrupt(signal.default_int_handler):
@@ -110,7 +114,8 @@ class Chat:
         if is_stopped:
             self.display.notice("stopped")
         if answer.text or not is_stopped:
-            self.conversation.add(question, answer.text, answer.usage.num_prompt_tokens + answer.usage.num_output_tokens if answer.usage else 0)
+            self.conversation.add(question, answer.text, answer.usage.num_prompt_tokens + answer.usage.num_output_tokens if answer.usage else 0, images)
+            self.images = ()
         return answer
 
     def _receive(self, question: str, answer: Answer) -> None:
@@ -126,7 +131,7 @@ class Chat:
                 self._say_dropped(1)
 
     def _stream(self, question: str, answer: Answer) -> None:
-        body: dict[str, Any] = {"model": self.model.name, "messages": self.conversation.messages(question)}
+        body: dict[str, Any] = {"model": self.model.name, "messages": self.conversation.messages(question, self.images)}
         body |= {name: value for name in ("temperature", "max_tokens", "seed") if (value := getattr(self.options, name)) is not None}
         started_at = time.monotonic()
         for piece in self.server.answer(body):
@@ -165,6 +170,8 @@ class Chat:
                 self.set_model(argument)
             case "save":
                 self.save(argument)
+            case "image":
+                self.add_image(argument)
             case "regenerate":
                 self.regenerate()
             case _:
@@ -187,6 +194,14 @@ class Chat:
             return
         self.say("\n".join(f"{'*' if each == self.model.name else ' '} {each}" for each in self.models) if not name else f"now with {self.model.name}")
 
+    def add_image(self, path: str) -> None:
+        try:
+            self.images += (read_image(path),) if path else ()
+        except StartupError as error:
+            self.say(f"error: {error}")
+            return
+        self.say(f"{len(self.images)} image{'s' * (len(self.images) != 1)} with the next question" if path else "/image FILE: which one?")
+
     def save(self, path: str) -> None:
         if not path:
             self.say("/save FILE: where to?")
@@ -203,6 +218,7 @@ class Chat:
             self.say("there is no answer yet")
             return
         last = self.conversation.turns.pop()
+        self.images = last.images
         answer = self.ask(last.question)
         if answer is None:
             self.conversation.turns.append(last)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 MOST_ROOM = 1024  # tokens that are kept free for an answer, at most
 BYTES_A_TOKEN = 3  # of a question that nobody has counted yet; English has more
@@ -16,6 +16,7 @@ class Turn:
     question: str
     answer: str
     num_tokens: int = 0  # in the context; 0: the server did not say
+    images: tuple[str, ...] = ()  # of the question, as data URLs
 
 
 @dataclass(slots=True)
@@ -23,15 +24,16 @@ class Conversation:
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
 
-    def messages(self, question: str) -> list[dict[str, str]]:
-        """As Chat Completions wants them."""
-        said = [("system", self.system)] if self.system else []
-        said += [message for turn in self.turns for message in (("user", turn.question), ("assistant", turn.answer))]
-        return [{"role": role, "content": text} for role, text in [*said, ("user", question)]]
+    def messages(self, question: str, images: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        """As Chat Completions wants them. images: of the question, as data URLs."""
+        said: list[tuple[str, Any]] = [("system", self.system)] if self.system else []
+        for turn in self.turns:
+            said += [("user", content_of(turn.question, turn.images)), ("assistant", turn.answer)]
+        return [{"role": role, "content": content} for role, content in [*said, ("user", content_of(question, images))]]
 
-    def add(self, question: str, answer: str, total_tokens: int) -> None:
+    def add(self, question: str, answer: str, total_tokens: int, images: tuple[str, ...] = ()) -> None:
         """total_tokens: of the whole conversation as the server counted it; 0: it did not."""
-        self.turns.append(Turn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns))))
+        self.turns.append(Turn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images))
 
     def trim(self, question: str, max_model_len: int) -> int:
         """Drop the oldest turns until the question fits, with room for an answer. Returns how many that were.
@@ -58,3 +60,8 @@ class Conversation:
             text = "\n\n".join(f"## {name}\n\n{content}" for name, content in said)
         with path.open("x", encoding="utf-8") as file:
             file.write(text + "\n")
+
+
+def content_of(question: str, images: tuple[str, ...]) -> str | list[dict[str, Any]]:
+    """A message's content: the images, then the text."""
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": question}] if images else question

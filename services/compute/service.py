@@ -382,5 +382,5 @@ class ComputeService:
             self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
             output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed, stolen=self.admitter.num_stolen,
             offered=self.exchange.num_taken_up,
-            **(self.tier.figures() if self.tier is not None else {}),
+            **(self.tier.figures() if self.tier is not None else {}), **(self.images.figures() if self.images is not None else {}),
         )  # fmt: skip

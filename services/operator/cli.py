@@ -142,6 +142,7 @@ def add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
     chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="longest answer (default: as long as the context has room for)")
     chat.add_argument("--seed", type=whole_number, metavar="N", help="the same conversation then gets the same answers")
+    chat.add_argument("--image", action="append", default=[], metavar="FILE", help="an image with the (first) question, of a model that sees; several times")
 
 
 def add_batch(batch: argparse.ArgumentParser) -> None:
@@ -245,7 +246,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "chat":
             from services.chat.chat import ChatOptions, chat
 
-            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed), args.question)
+            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
         case "batch":
             from services.operator.batch import run_batch
 

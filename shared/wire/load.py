@@ -52,6 +52,10 @@ class Load(OwnForm):
     kv_disk_blocks_written: float | None = None
     kv_disk_blocks_dropped: float | None = None  # not written, for too many waited
     kv_disk_passed_over: float | None = None  # sequences that were not looked up there: computing is faster
+    images_encoded: float | None = None
+    images_found: float | None = None  # of sequences, whose embeddings were there already
+    image_encoder_s: float | None = None  # that it took
+    images_waiting: float | None = None  # sequences that wait for theirs
     prompt_tokens: float | None = None  # computed
     surplus_tokens: float | None = None  # computed for nothing
     claimed: float | None = None  # requests taken over

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from services.compute.tools.make_vision_model import make_vision_model
 from tests.browser import checks
 from tests.browser.page import Page, open_browser
 from tests.browser.picture import record
@@ -39,23 +40,34 @@ def main() -> int:
         print(f"no check {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
         return 1
     num_failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        up = Up(Path(folder), "--samplers", "2", "--chaos-demo", timeout_s=180)
-        try:
-            for name, check in found.items():
-                if not arguments.names or name in arguments.names:
-                    num_failed += not passes(name, check, up.url, arguments.screenshots)
-        finally:
-            up.end()
+    chosen = {name: check for name, check in found.items() if not arguments.names or name in arguments.names}
+    for sees in (False, True):
+        checks_of_model = {name: check for name, check in chosen.items() if getattr(check, "is_seeing", False) == sees}
+        if checks_of_model:
+            with tempfile.TemporaryDirectory() as folder:
+                num_failed += run(checks_of_model, Path(folder), arguments.screenshots, sees=sees)
     return 1 if num_failed else 0
 
 
-def passes(name: str, check: Callable[[Page], None], url: str, screenshots: Path | None) -> bool:
+def run(chosen: dict[str, Callable[[Page], None]], folder: Path, screenshots: Path | None, *, sees: bool) -> int:
+    """Check the demo, or a tiny model that sees. Returns how many failed."""
+    model = "demo"
+    if sees:
+        model = str(folder / "tiny-eye")
+        make_vision_model(Path(model), shape="tiny-smolvlm", text="demo", dtype="bfloat16", seed=0)
+    up = Up(folder, "--samplers", "2", "--chaos-demo", model=model, timeout_s=180)
+    try:
+        return sum(not passes(name, check, up.url, screenshots, "tiny-eye" if sees else "penstock-demo") for name, check in chosen.items())
+    finally:
+        up.end()
+
+
+def passes(name: str, check: Callable[[Page], None], url: str, screenshots: Path | None, model: str) -> bool:
     """Whether it holds, in a browser of its own that has seen nothing yet, and the browser had nothing to complain of."""
     driver = open_browser()
     started_at = time.monotonic()
     try:
-        page = Page(driver, url)
+        page = Page(driver, url, model)
         check(page)
         assert (said := page.complaints()) == [], said
         print(f"{name}: passed in {time.monotonic() - started_at:.1f} s", flush=True)

@@ -39,6 +39,12 @@ def check(function: Callable[[Page], None]) -> Callable[[Page], None]:
     return function
 
 
+def seeing(function: Callable[[Page], None]) -> Callable[[Page], None]:
+    """A check against a model that sees."""
+    function.is_seeing = True  # type: ignore[attr-defined]
+    return check(function)
+
+
 def enter(page: Page, **parameters: Any) -> None:
     for name, value in parameters.items():
         page.set(f"parameter-{name}", value if isinstance(value, bool) else str(value))
@@ -301,3 +307,54 @@ def grows(page: Page) -> Callable[[], bool]:
     """Whether the last answer has become longer than it is now, or is complete."""
     length = len(page.text(".message:last-child .markdown"))
     return lambda: len(page.text(".message:last-child .markdown")) > length or not page.all(".message.is-running")
+
+
+DROP = """
+const [width, height, how, done] = arguments;
+const canvas = document.createElement("canvas");
+Object.assign(canvas, {width, height});
+const context = canvas.getContext("2d");
+const paint = context.createLinearGradient(0, 0, width, height);
+paint.addColorStop(0, "#0b7285"); paint.addColorStop(1, "#ffe066");
+context.fillStyle = paint; context.fillRect(0, 0, width, height);
+context.fillStyle = "#c92a2a"; context.beginPath(); context.arc(width / 3, height / 2, height / 5, 0, 7); context.fill();
+canvas.toBlob(blob => {
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([blob], "drawing.png", {type: "image/png"}));
+  const target = document.getElementById("composer-text");
+  const isDrop = how === "drop", told = isDrop ? {dataTransfer: transfer} : {clipboardData: transfer};
+  const event = new (isDrop ? DragEvent : ClipboardEvent)(how, {...told, bubbles: true});
+  target.dispatchEvent(event);
+  setTimeout(done, 200);
+}, "image/png");
+"""
+
+
+@seeing
+def images_are_dropped_and_pasted_shown_and_kept(page: Page) -> None:
+    enter(page, temperature=0)
+    page.driver.execute_async_script(DROP, 320, 200, "drop")
+    page.driver.execute_async_script(DROP, 90, 160, "paste")
+    assert len(page.all(".tray img")) == 2
+    page.all(".tray .icon-button")[1].click()
+    assert len(page.all(".tray img")) == 1
+    page.say("What do you see?")
+    assert page.answer()
+    assert len(page.all(".message.is-user .picture")) == 1 and not page.all(".tray img")
+    assert "prompt tokens" not in page.text(".note.is-error")
+    page.driver.execute_async_script("setTimeout(arguments[0], 1200)")
+    page.open()
+    page.wait("the image is there after a reload", lambda: len(page.all(".message.is-user .picture")) == 1)
+    size = page.run("const image = document.querySelector('.message .picture'); return [image.naturalWidth, image.naturalHeight]")
+    assert size == [320, 200]
+    page.one(".message.is-user [aria-label='Edit']").click()
+    page.one(".edit-text").send_keys(" Say it in one word.")
+    page.one(".edit-form .primary").click()
+    assert page.answer() and len(page.all(".message.is-user .picture")) == 1
+
+
+@check
+def a_model_that_reads_text_only_takes_no_image(page: Page) -> None:
+    page.driver.execute_async_script(DROP, 90, 60, "drop")
+    assert not page.all(".tray img") and "reads text only" in page.text("#notices")
+    assert not page.one(".composer [aria-label='Add images']").is_displayed()

@@ -18,6 +18,7 @@ from services.compute.tools.make_vision_model import make_vision_model
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.kernels.vision_models import picture
+from tests.pipeline.up import run_forked
 from tests.waiting import wait_until
 
 NAME = "eye"
@@ -106,6 +107,18 @@ def test_every_api_sees_the_same(seeing: Deployment) -> None:
     assert told.prompt_eval_count == num_tokens  # the image stands before the text
     tokens = seeing.post("/tokenize", {"model": NAME, "messages": given["messages"]}).json()
     assert tokens["count"] == num_tokens
+
+
+def test_the_terminal_sends_images_too(seeing: Deployment, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(file_of(200, 140))
+    (tmp_path / "a.txt").write_text("no image")
+    asked = ["chat", "--url", seeing.url(), "--temperature", "0", "--max-tokens", "12"]
+    code, said = run_forked(tmp_path / "log", *asked, "--image", str(tmp_path / "a.png"), "What is this? ")
+    given = body(image(file_of(200, 140)), text("What is this?"))
+    assert code == 0 and answer_of(seeing, given).split()[0] in said
+    for path, words in (("a.txt", "no PNG, JPEG, WebP or GIF"), ("b.png", "No such file")):
+        code, said = run_forked(tmp_path / "log2", *asked, "--image", str(tmp_path / path), "What?")
+        assert code == 2 and words in said and "Traceback" not in said
 
 
 def test_answers_depend_on_the_image_and_on_nothing_else(seeing: Deployment, folder: Path, tmp_path: Path) -> None:

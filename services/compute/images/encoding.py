@@ -92,6 +92,12 @@ class ImageEncoding:
         self._held[sequence.handle] = keys
         return True
 
+    def figures(self) -> dict[str, float]:
+        """For the registry, as Load has them."""
+        return {
+            "images_encoded": self.num_encoded, "images_found": self.num_found, "image_encoder_s": self.seconds, "images_waiting": len(self.opening),
+        }  # fmt: skip
+
     def open(self, sequence: Sequence, response_id: str, images: tuple[PromptImage, ...]) -> None:
         """`step` says when the sequence has its images."""
         self.opening[sequence.handle] = Opening(sequence, response_id, images)

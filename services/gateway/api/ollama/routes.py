@@ -135,7 +135,7 @@ def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
     if replica.is_encoder:
         return ["embedding"]
     tool_calls, reasoning = parsers_of(context, replica.model or name)
-    return ["completion", *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])]
+    return ["completion", *(["vision"] if replica.takes_images else []), *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])]
 
 
 @router.get("/version")

@@ -3,6 +3,7 @@
 import {Composer} from "./composer.js";
 import {path, versions} from "./conversation.js";
 import {h, iconButton, replace} from "./dom.js";
+import {takeImages} from "./images.js";
 import {MessageView} from "./message-view.js";
 
 const NEAR_PX = 80; // from the end: then the view follows what comes
@@ -16,6 +17,7 @@ export class ChatPane {
     this.toEnd = iconButton("down", "To the end", () => this.#scrollToEnd(), {class: "icon-button to-end", hidden: true});
     this.status = h("p", {class: "visually-hidden", role: "status"});
     replace(element, this.scroller, h("div", {class: "chat-foot"}, this.toEnd, this.composer.element), this.status);
+    takeImages(element, this.composer.tray);
     this.views = new Map();
     this.scroller.addEventListener("scroll", () => {
       this.isFollowing = this.#distance() < NEAR_PX;

@@ -13,7 +13,7 @@ export function addMessage(chat, parent, message) {
   chat.messages[added.id] = added;
   chat.leaf = added.id;
   chat.changedAt = Date.now();
-  if (chat.title === "New chat" && added.role === "user") chat.title = added.content.trim().split("\n")[0].slice(0, 60) || "New chat";
+  if (chat.title === "New chat" && added.role === "user") chat.title = added.content.trim().split("\n")[0].slice(0, 60) || (added.images?.length ? "An image" : "New chat");
   return added;
 }
 
@@ -49,6 +49,10 @@ export function toMessages(chat, leaf) {
 
 function toMessage(message) {
   if (message.role === "tool") return {role: "tool", tool_call_id: message.toolCallId, content: message.content};
+  if (message.images?.length) {
+    const seen = message.images.map(url => ({type: "image_url", image_url: {url}}));
+    return {role: message.role, content: [...seen, ...(message.content ? [{type: "text", text: message.content}] : [])]};
+  }
   if (message.role === "user" || !message.toolCalls?.length) return {role: message.role, content: message.content};
   return {role: "assistant", content: message.content || null, tool_calls: message.toolCalls};
 }

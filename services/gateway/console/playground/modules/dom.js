@@ -62,6 +62,7 @@ const ICONS = {
   key: "M14 10a4 4 0 1 0-3 3.9L13 16h2v2h2v2h3v-3l-6.1-6.1z",
   theme: "M12 4a8 8 0 1 0 8 8c-5 2-10-3-8-8z",
   skull: "M13 3L5 14h6l-1 7 8-11h-6z",
+  image: "M4 5h16v14H4zM4 16l5-5 4 4 3-3 4 4M15 9h.01",
   down: "M12 5v14M6 13l6 6 6-6",
 };
 

@@ -27,6 +27,7 @@ const unsaved = new Set();
 let current = chats[0] ?? null;
 let models = [];
 const usual = {}; // by model, what a request gets that says nothing
+const seeing = new Set(); // models that take images
 let view = "chat";
 const screens = {narrow: matchMedia("(max-width: 959px)"), wide: matchMedia("(min-width: 1240px)"), large: matchMedia("(min-width: 1600px)")};
 let hasSettings = screens.wide.matches;
@@ -82,6 +83,7 @@ function open(chat) {
   pane.composer.setRunning(running.has(chat.id));
   sidebar.show(chats, chat);
   settings.show(chat.settings, usual[modelOf(chat)]);
+  pane.composer.tray.setAccepts(seeing.has(modelOf(chat)));
   if (models.length) bar.showModels(models, modelOf(chat));
   setMenu(false);
 }
@@ -109,9 +111,9 @@ function step(by) {
 
 // Messages ---------------------------------------------------------------------------------------------------------------------------------------------
 
-function send(text) {
+function send(text, images = []) {
   const leaf = current.leaf;
-  const message = {role: "user", content: text};
+  const message = {role: "user", content: text, ...(images.length ? {images: [...images]} : {})};
   return ready() && reply(addMessage(current, leaf, message));
 }
 
@@ -121,7 +123,7 @@ function edit(message, text) {
     addMessage(current, message.parent, {role: "assistant", content: text, model: message.model, finishReason: "stop"});
     changed(current);
     pane.show(current);
-  } else if (ready()) reply(addMessage(current, message.parent, {role: message.role, content: text, toolCallId: message.toolCallId}));
+  } else if (ready()) reply(addMessage(current, message.parent, {role: message.role, content: text, toolCallId: message.toolCallId, images: message.images}));
 }
 
 function again(message) {
@@ -201,7 +203,11 @@ async function connect() {
   try {
     const cards = await listModels(), found = cards.map(each => each.id);
     if (found.length) models = found; // a model whose last replica was just killed will be back: until then the server says what is missing
-    for (const each of cards) usual[each.id] = each.sampling;
+    for (const each of cards) {
+      usual[each.id] = each.sampling;
+      if (each.input_modalities?.includes("image")) seeing.add(each.id);
+    }
+    pane.composer.tray.setAccepts(seeing.has(modelOf(current)));
     bar.showModels(models, modelOf(current));
     settings.setUsual(usual[modelOf(current)]);
   } catch (error) {
@@ -216,6 +222,7 @@ function modelOf(chat) {
 
 function chooseModel(name) {
   current.model = name;
+  pane.composer.tray.setAccepts(seeing.has(name));
   settings.setUsual(usual[name]);
   changed(current);
 }

@@ -2,6 +2,7 @@
 
 import {h, iconButton, replace, throttled} from "./dom.js";
 import {speedOf} from "./generate.js";
+import {picture} from "./images.js";
 import {showMarkdown} from "./markdown.js";
 import {tokensView} from "./tokens.js";
 
@@ -34,7 +35,10 @@ export class MessageView {
     if (message.role === "assistant") {
       if (message.model) this.head.textContent = message.model;
       this.#drawAnswer();
-    } else replace(this.body, h("div", {class: "plain-text"}, message.content));
+    } else {
+      const seen = message.images?.length ? h("div", {class: "pictures"}, message.images.map(picture)) : null;
+      replace(this.body, seen, message.content ? h("div", {class: "plain-text"}, message.content) : null);
+    }
     this.#drawFoot();
   }
 
