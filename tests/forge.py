@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 # The stages of "light" never see torch: the tokenizer makes its import fail.
-KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute",)}
+KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute", "encoder")}
 VARIABLES = {kind: f"FORGE_OF_{kind.upper()}" for kind in KINDS}  # the address of one that several test processes share
 
 

@@ -16,8 +16,9 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks, free_memory
 from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier
-from services.compute.fingerprint import fingerprint
+from services.compute.fingerprint import fingerprint, vision_fingerprint
 from services.compute.images.encoding import ImageEncoding
+from services.compute.images.tower import VisionTower, load_tower
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
@@ -33,7 +34,7 @@ from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.process.errors import StartupError
-from shared.process.settings import ComputeSettings, split_place
+from shared.process.settings import ComputeSettings, EncoderSettings, split_place
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
@@ -197,18 +198,28 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
 
 def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> ImageEncoding | None:
     """The part of the model that sees, where our own executor runs the rest. Raises StartupError."""
-    if files.vision is None or not isinstance(model, Decoder):
+    if files.vision is None or files.vision_folder is None or not isinstance(model, Decoder):
         return None
     if files.vision.num_whole > max(settings.max_batched_tokens, settings.max_num_seqs):
         raise StartupError(
             f"--max-batched-tokens {settings.max_batched_tokens}: an image of this model has {files.vision.num_whole} tokens, computed in one step"
         )
-    try:
-        from services.compute.images.tower import load_tower
-    except ImportError as error:
-        raise StartupError(f"{files.name} sees images with the transformers library, which can't be loaded here: {error}") from None
-    tower = load_tower(files.folder, model.backend.dtype, model.backend.device)
-    return ImageEncoding(tower, files.folder, files.vision, settings.image_cache)
+    tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
+    return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache)
+
+
+def open_tower(settings: EncoderSettings, files: ModelFiles) -> VisionTower:
+    """The part that sees alone, for an encoder. Raises StartupError."""
+    device = choose_device(settings.device)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+    return load_vision_tower(files, choose_dtype(settings.dtype, files), device)
+
+
+def load_vision_tower(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> VisionTower:
+    """Raises StartupError."""
+    assert files.vision_folder is not None
+    return load_tower(files.vision_folder, dtype, device, files.mmproj, vision_fingerprint(files, str(dtype), device.type))
 
 
 def refuse_segments(model: Model, block_size: int) -> str:

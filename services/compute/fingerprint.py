@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from services.compute.backends.backend import Backend
 from shared.model.decision import DRAW
 from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
@@ -31,6 +33,7 @@ BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal 
 HASHES = ".penstock-hashes"  # in the model's folder: a JSON object of file name: [stamp, SHA-256]
 SETTINGS = ("dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "activations", "kv_cache_dtype", "kv_cache_group")
 HEAD_SETTINGS = ("quantize_lm_head",)
+VISION_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,18 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) 
     return Fingerprint(f"fp_{name}{BATCH_VARIANT if settings.allow_batch_variance else ''}", kv)
 
 
+def vision_fingerprint(files: ModelFiles, dtype: str, device: str) -> str:
+    """Equal where an image becomes the same embeddings: of the weights, of how pixels are made, and of
+    the libraries and the processor that compute."""
+    hashes = content_hashes(files)
+    facts = {
+        "version": version("penstock"), "files": {name: each for name, each in hashes.items() if is_weights(name) or name in VISION_FILES},
+        "dtype": dtype, "device": device, "libraries": {name: version(name) for name in ("torch", "transformers", "pillow")},
+        "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name(),
+    }  # fmt: skip
+    return f"vp_{digest_of(facts)[:12]}"
+
+
 def digest_of(facts: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
@@ -74,7 +89,7 @@ def content_hashes(files: ModelFiles) -> dict[str, str]:
     """SHA-256 by name of the weights and the tokenizer's files; of a GGUF model, which holds both,
     of its file, or of each part."""
     if files.weights.is_file():
-        paths = list(parts_of(files.weights))
+        paths = [*parts_of(files.weights), *([files.mmproj] if files.mmproj is not None else [])]
     else:
         paths = sorted({file for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES) for file in files.folder.glob(pattern) if file.is_file()})
     store = paths[0].parent / HASHES

@@ -83,7 +83,7 @@ class ComputeService:
         self.stage.transport.wait_until_up(self.stage.settings.redis_timeout_s)
         self.exchange.start()
         if self.images is not None:
-            self.images.start(self.stage.transport)
+            self.images.start(self.stage)
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shared.model.files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
 from shared.model.gguf.parts import part_names, read_model
+from shared.model.gguf.vision import MMPROJ
 from shared.process.errors import StartupError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -117,21 +118,22 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
     try:
         files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
         wanted = parts_in_folder(file) if file else choose_files(name, files)
+        if is_gguf := wanted[0].endswith(".gguf"):
+            wanted += choose_mmproj(files)
         _say_in_place_of_a_bar(name)
         snapshot_download(name, local_dir=aside, allow_patterns=wanted)
     except StartupError:
         raise
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
         raise StartupError(f"{name} can't be fetched from the hub: {download_error(error)}") from None
-    is_gguf = wanted[0].endswith(".gguf")
     missing = next((each for each in wanted if (file or is_gguf) and (".." in Path(each).parts or not (aside / each).is_file())), None)
     if missing is not None:
         raise StartupError(f"{name} holds no file {missing}")
     shutil.rmtree(aside / ".cache", ignore_errors=True)
-    if is_gguf and "/" in wanted[0]:  # a model's folder has its files at the top
-        for each in wanted:
-            (aside / each).replace(aside / Path(each).name)
-        shutil.rmtree(aside / Path(wanted[0]).parts[0])
+    for each in [each for each in wanted if is_gguf and "/" in each]:  # a model's folder has its files at the top
+        (aside / each).replace(aside / Path(each).name)
+    for each in {Path(each).parts[0] for each in wanted if is_gguf and "/" in each}:
+        shutil.rmtree(aside / each)
     if file and place.is_dir():  # with another of the repository's models
         for each in wanted:
             (aside / Path(each).name).replace(place / Path(each).name)
@@ -148,7 +150,7 @@ def _say_in_place_of_a_bar(name: str) -> None:
 
 def choose_files(name: str, files: list[str]) -> list[str]:
     """The files to fetch of a repository: the top folder's checkpoint, or the one GGUF model. Raises StartupError where that is not clear."""
-    gguf = sorted({parts_in_folder(each)[0] for each in files if each.endswith(".gguf")})
+    gguf = sorted({parts_in_folder(each)[0] for each in files if each.endswith(".gguf") and not is_mmproj(each)})
     checkpoint = [each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)]
     if any(each.endswith(".safetensors") for each in checkpoint):
         return checkpoint
@@ -157,6 +159,16 @@ def choose_files(name: str, files: list[str]) -> list[str]:
     if gguf:
         raise StartupError(f"{name} holds {len(gguf)} GGUF models; --file names the one that is wanted: {', '.join(gguf)}")
     raise StartupError(f"{name} holds neither *.safetensors with Hugging Face's names nor *.gguf")
+
+
+def is_mmproj(file: str) -> bool:
+    return file.endswith(".gguf") and MMPROJ in file.rpartition("/")[2]
+
+
+def choose_mmproj(files: list[str]) -> list[str]:
+    """The part of a GGUF model that sees: one file of the repository, with 16 bits where there are several; or none."""
+    found = sorted(filter(is_mmproj, files), key=lambda file: (not any(kind in file.lower() for kind in ("-f16", "_f16", ".f16")), "f16" not in file.lower(), file))
+    return found[:1]
 
 
 def parts_in_folder(file: str) -> list[str]:
@@ -193,7 +205,7 @@ def list_models() -> str:
 def _form(folder: Path) -> str:
     """The form of the weights: the type of most matrices, or how they were quantized."""
     try:
-        for file in folder.glob("*.gguf"):
+        for file in [file for file in folder.glob("*.gguf") if not is_mmproj(file.name)]:
             from gguf import GGMLQuantizationType
 
             counts = Counter(info.type_id for info in read_model(file.with_name(part_names(file.name)[0])).tensors.values() if len(info.shape) > 1)

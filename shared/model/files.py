@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.model.gguf.checkpoint import unpack_metadata
+from shared.model.gguf.checkpoint import unpack_metadata, unpack_vision
 from shared.model.gguf.parts import model_name, part_names
+from shared.model.gguf.vision import MMPROJ, find_mmproj
 from shared.model.sampling_params import SamplingParams
 from shared.model.vision.families import read_family
 from shared.model.vision.shape import VisionFamily
@@ -58,6 +59,8 @@ class ModelFiles:
     generation_config: dict[str, Any]
     aliases: tuple[str, ...] = ()  # further names
     vision: VisionFamily | None = None  # how it sees images; None: it does not
+    vision_folder: Path | None = None  # the configuration of that
+    mmproj: Path | None = None  # its weights, if they have a GGUF file of their own
 
     def file(self, name: str) -> Path:
         """The file by the name that the user knows, for messages: of a GGUF file's metadata, that
@@ -181,9 +184,10 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
     generation = _read_json(folder / "generation_config.json") or {}
     if file is not None:  # whose metadata seldom says how to sample: a file beside it does
         generation |= _read_json(file.parent / "generation_config.json") or {}
-    processor = read_processor(folder)
-    vision = read_family(config, processor) if processor else None
-    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]), vision)
+    mmproj = find_mmproj(file) if file is not None else None
+    vision_folder = unpack_vision(mmproj, config["hidden_size"]) if mmproj is not None else folder
+    vision = read_vision(vision_folder)
+    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]), vision, vision_folder, mmproj)
     _check_config(files)
     return files
 
@@ -244,6 +248,12 @@ def read_processor(folder: Path) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else _read_json(folder / "preprocessor_config.json") or {}
 
 
+def read_vision(folder: Path) -> VisionFamily | None:
+    """How the model of a folder sees images; None: it does not, or says too little. Raises StartupError."""
+    processor = read_processor(folder)
+    return read_family(_read_json(folder / "config.json") or {}, processor) if processor else None
+
+
 def _find(model: str, weights: bool) -> tuple[Path, str]:
     """The model's place, a folder or a file, and its name."""
     path = Path(model).expanduser()
@@ -264,7 +274,7 @@ def _only_gguf(folder: Path) -> Path | None:
     StartupError for several models."""
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf")})
+    files = sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf") if MMPROJ not in file.name})
     if len(files) > 1:
         raise StartupError(f"{folder} holds {len(files)} GGUF models: name one of them, as {files[0]}")
     return files[0] if files else None

@@ -282,6 +282,17 @@ class ComputeSettings(ModelSettings, EngineSettings):
     )
 
 
+class EncoderSettings(ModelSettings):
+    """Makes embeddings of images, for compute, of models that see."""
+
+    command: ClassVar[str] = "penstock serve encoder"
+    examples: ClassVar[str] = "penstock serve encoder --redis-url redis://10.0.0.5:6379/0 --model ~/models/SmolVLM-256M-Instruct"
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where it runs")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights; auto: the checkpoint's. The same as compute's")
+    num_threads: int = Field(0, ge=0, description="threads; 0: all cores")
+
+
 class WorkerSettings(StageSettings):
     """How batches run."""
 

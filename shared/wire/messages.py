@@ -21,9 +21,10 @@ from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment, check_segments
-from shared.model.vision.images import MAX_IMAGES, Image, PromptImage
+from shared.model.vision.images import MAX_IMAGES, PromptImage
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
+from shared.wire.images import ContentPart, EncodeImage
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
 from shared.wire.prompt_modules import PromptModule
 from shared.wire.replica import Replica
@@ -41,14 +42,6 @@ class ToolCall:
     name: str
     # JSON, an object; the model's own text where the call is incomplete or invalid
     arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class ContentPart:
-    """A part of a message with images: a text, or an image."""
-
-    text: str = ""
-    image: Image | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +347,7 @@ TAGS: dict[type, tuple[str, int]] = {
     StepEvents: ("events", 1),
     Control: ("control", 1),
     Offer: ("offer", 1),
+    EncodeImage: ("encode", 1),
     Replica: ("replica", 1),
     ComputeView: ("view", 1),
 }

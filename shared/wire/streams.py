@@ -211,6 +211,16 @@ def images_key(response_id: str) -> str:
     return f"images:{response_id}"
 
 
+def wanted_images_key(model: str) -> str:
+    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any encoder of that model. Lives an hour past the last one."""
+    return f"images-wanted:{model}"
+
+
+def embeddings_key(fingerprint: str, image_key: str) -> str:
+    """Embeddings of an image, or why there are none: encoder → compute. Lives an hour past its encoding."""
+    return f"embeddings:{fingerprint}/{image_key}"
+
+
 def batch_key(batch_id: str) -> str:
     """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both. Lives 31 days."""
     return f"batch:{batch_id}"

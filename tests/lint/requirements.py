@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from tests.lint.problem import ROOT, Problem
 
-STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
+STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs", "encoder")
 ELSEWHERE = {"opentelemetry": "tracing", "triton": "cuda"}  # imported where these extras are installed, too
 PYPROJECT = ROOT / "pyproject.toml"
 

@@ -196,6 +196,37 @@ def test_hostile_images_are_one_error_each(seeing: Deployment) -> None:
     assert forced.status_code == 400
 
 
+def test_encoder_stages_make_the_same_embeddings_and_may_die(seeing: Deployment) -> None:
+    def encoded_by(stage: str) -> float:
+        return sum(replica.load.images_encoded or 0 for replica in seeing.registry().of(stage))
+
+    def restart_compute(name: str) -> None:
+        for each in [each for each in seeing.processes if each.startswith("compute")]:
+            seeing.kill(each)
+        seeing.wait_live(seeing.start("compute", name))
+        wait_until(lambda: seeing.get("/ready").status_code == 200, description="the gateway knows of it")
+
+    questions = [body(text("See: "), image(file_of(300, 200 + number, 50 + number)), text("?"), ignore_eos=True) for number in range(4)]
+    expected = [bytes_of(seeing, question) for question in questions]
+    encoders = [seeing.start("encoder", f"encoder-{number}") for number in range(2)]
+    seeing.wait_live(*encoders)
+    restart_compute("compute-with-encoders")
+    assert [bytes_of(seeing, question) for question in questions] == expected
+    wait_until(lambda: encoded_by("encoder") == 4, description="the encoders tell of it")
+    assert encoded_by("compute") == 0
+    with seeing.redis() as client:
+        client.delete(*client.keys("embeddings:*"))
+    restart_compute("compute-without")
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.extend(bytes_of(seeing, question) for question in questions))
+    asking.start()
+    threading.Event().wait(0.15)
+    for name in encoders:
+        seeing.kill(name)
+    asking.join()
+    assert found == expected
+
+
 def test_a_request_whose_image_is_gone_says_so(seeing: Deployment) -> None:
     [compute] = [name for name in seeing.processes if name.startswith("compute")][-1:]
     seeing.kill(compute)

@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFWriter
 
 from services.operator import launcher, model_store
-from services.operator.model_store import Wheel, choose_files, list_models, pull
+from services.operator.model_store import Wheel, choose_files, choose_mmproj, list_models, pull
 from shared.process.errors import StartupError
 
 MEMBER = "small_model/small.gguf"
@@ -216,3 +216,19 @@ def test_of_several_gguf_files_one_must_be_named() -> None:
         choose_files("a/b", ["x.Q8_0.gguf", "x.Q4_K_M.gguf"])
     with pytest.raises(StartupError, match="neither"):
         choose_files("a/b", ["pytorch_model.bin"])
+
+
+def test_the_part_that_sees_comes_with_a_gguf_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["x.Q4_K_M.gguf", "mmproj-x-bf16.gguf", "mmproj-x-Q8_0.gguf", "see/mmproj-x-F16.gguf"]
+
+    def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        for file in set(files).intersection(allow_patterns):
+            (local_dir / file).parent.mkdir(parents=True, exist_ok=True)
+            (local_dir / file).write_text(file)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(*files))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    place = pull("some/model")
+    assert sorted(path.name for path in place.iterdir()) == ["mmproj-x-F16.gguf", "x.Q4_K_M.gguf"]
+    assert choose_mmproj(files[:3]) == ["mmproj-x-bf16.gguf"] and choose_mmproj(files[:1]) == []
+    assert choose_files("a/b", files) == ["x.Q4_K_M.gguf"]

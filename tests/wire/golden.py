@@ -12,12 +12,12 @@ from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.model.segments import Segment
 from shared.model.vision.images import Image, PromptImage
+from shared.wire.images import ContentPart, EncodeImage
 from shared.wire.load import Load
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
 from shared.wire.messages import (
     ChatMessage,
     ChatOptions,
-    ContentPart,
     Control,
     EmbeddingParams,
     EncodingParams,
@@ -266,6 +266,7 @@ CONTROL_BEFORE = "95a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9
 CONTROL = Golden(Control("attach", ("req-1", "req-2"), "gateway-2", generation=3), CONTROL_NOW, CONTROL_BEFORE, {"generation": 0})
 
 OFFER = Golden(Offer("5-0"), "93a56f6666657201a3352d30")
+ENCODE = Golden(EncodeImage("req-1", IMAGE, "fp"), "95a6656e636f646501a57265712d3195a461623132cd0280cd01e0cd2328c3a26670")
 REPLICA_NOW = (
     "dc0017a77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e69"
     "6e67cb400000000000000091a5616c696173a74c4f4144494e4781aa746f6f6c5f63616c6c73a66865726d6573a26670c381ab74656d7065726174757265cb3fe00000000000"
@@ -325,4 +326,4 @@ VIEW = Golden(
     {"sequences": (replace(SEEN, num_accepted_tokens=0),)},
 )
 
-GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, OFFER, REPLICA, VIEW)
+GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, OFFER, ENCODE, REPLICA, VIEW)

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.compute.images.reader import PixelReader
+from services.compute.images.reader import PixelProcess, PixelReader
+from services.compute.images.remote import RemoteEncoder
 from services.compute.images.tower import VisionTower
 from services.compute.sequence import Sequence
 from shared.model.vision.images import PromptImage
 from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid
 from shared.wire.messages import RequestError
-from shared.wire.transport import Transport
+from shared.wire.stage import Stage
 
 READ_AHEAD = 2  # images whose pixels are read or wait to be encoded
 
@@ -58,6 +59,7 @@ class ImageEncoding:
         self.family = family
         self.max_bytes = max_bytes
         self.reader: PixelReader | None = None  # until `start`
+        self.remote: RemoteEncoder | None = None  # the same
         self.opening: dict[int, Opening] = {}  # by handle
         self.num_encoded = 0  # images
         self.num_found = 0  # that had been encoded before
@@ -69,9 +71,9 @@ class ImageEncoding:
         self._errors: dict[str, Invalid] = {}  # by key, of those that could not be read
         self._next_at = 0.0  # when the encoder's turn is
 
-    def start(self, transport: Transport) -> None:
-        """transport: to where images' files are."""
-        self.reader = PixelReader(transport, self.folder, self.family)
+    def start(self, stage: Stage) -> None:
+        self.reader = PixelReader(PixelProcess(stage.transport, self.folder, self.family))
+        self.remote = RemoteEncoder(stage, self.tower.fingerprint)
 
     @property
     def embeddings(self) -> Mapping[str, Tensor]:
@@ -118,7 +120,8 @@ class ImageEncoding:
         if not self.opening:
             return []
         self._take_pixels()
-        self._ask_for_pixels()
+        self._take_remote()
+        self._ask()
         if self._encoding is not None and (not is_busy or time.monotonic() >= self._next_at):
             self._encode(self._encoding)
         return self._finish()
@@ -135,9 +138,22 @@ class ImageEncoding:
             elif self._wanted(pixels.key):
                 self._encoding = Encoding(pixels.key, iter(self.tower.calls(pixels.inputs)))
 
-    def _ask_for_pixels(self) -> None:
-        """Ask for the images of those whose turn it is, as far as their embeddings have room."""
-        assert self.reader is not None
+    def _take_remote(self) -> None:
+        """Take what encoders have made."""
+        assert self.remote is not None
+        if not self.remote.is_there:
+            self.remote.forget()
+        for key, (response_id, found) in self.remote.take().items():
+            if not isinstance(found, Invalid):
+                self._embeddings[key] = found.to(self.tower.device)
+            elif found.code != "image_gone" or any(each.response_id == response_id for each in self.opening.values()):
+                self._errors[key] = found  # else its file has gone with it, and others have their own
+
+    def _ask(self) -> None:
+        """Ask for the images of those whose turn it is, as far as their embeddings have room: an
+        encoder, if there is one, else for pixels."""
+        assert self.reader is not None and self.remote is not None
+        has_encoder = self.remote.is_there
         for each in sorted(self.opening.values(), key=lambda each: each.order):
             keys = {image.image.key for image in each.images}
             if each.sequence.handle not in self._held:
@@ -147,8 +163,11 @@ class ImageEncoding:
                 self.num_found += sum(key in self._embeddings for key in keys)
             for image in each.images:
                 key = image.image.key
-                is_coming = key in self._asked or (self._encoding is not None and self._encoding.key == key)
+                is_coming = key in self._asked or key in self.remote or (self._encoding is not None and self._encoding.key == key)
                 if key in self._embeddings or key in self._errors or is_coming:
+                    continue
+                if has_encoder:
+                    self.remote.ask(each.response_id, image.image)
                     continue
                 if len(self._asked) + (self._encoding is not None) >= READ_AHEAD:
                     return
@@ -157,9 +176,10 @@ class ImageEncoding:
 
     def _encode(self, encoding: Encoding) -> None:
         """One call of the encoder."""
-        began = time.monotonic()
+        took = 0.0
         try:
-            encoding.parts.append(self.tower.encode(next(encoding.calls)))
+            embeddings, took = self.tower.timed(next(encoding.calls))
+            encoding.parts.append(embeddings)
         except StopIteration:
             self._embeddings[encoding.key] = torch.cat(encoding.parts)
             self._encoding = None
@@ -167,9 +187,8 @@ class ImageEncoding:
         except Exception as error:  # what the library's modules raise for the image's own shape
             self._errors[encoding.key] = Invalid(f"the image can't be encoded: {error}", status=500)
             self._encoding = None
-        took = time.monotonic() - began
         self.seconds += took
-        self._next_at = began + 2 * took
+        self._next_at = time.monotonic() + took
 
     def _finish(self) -> list[tuple[Sequence, RequestError | None]]:
         ended: list[tuple[Sequence, RequestError | None]] = []

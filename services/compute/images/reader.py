@@ -36,34 +36,23 @@ class Pixels:
     inputs: dict[str, Any] | Invalid
 
 
-class PixelReader:
-    """A thread, and a process that it asks. Its owner asks for few at a time: pixels are large."""
+class PixelProcess:
+    """Reads images' files from Redis, and has a process make pixels of them. One question at a time."""
 
     def __init__(self, transport: Transport, folder: Path, family: VisionFamily) -> None:
+        """folder: of the library's image processor."""
         self.transport = transport
         self.folder = folder
         self.family = family
-        self.done: queue.SimpleQueue[Pixels] = queue.SimpleQueue()
-        self._asked: queue.SimpleQueue[tuple[str, Image]] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
-        threading.Thread(target=self._run, name="pixels", daemon=True).start()
 
-    def ask(self, response_id: str, image: Image) -> None:
-        """`done` will have the image's pixels."""
-        self._asked.put((response_id, image))
-
-    def _run(self) -> None:
+    def start(self) -> None:
+        """Have it import what it needs, so that no image waits for that."""
         with suppress(OSError, EOFError):  # the first image tells of it
-            self._ask(b"")  # so that no image waits for what the process imports
-        while True:
-            response_id, image = self._asked.get()
-            try:
-                inputs: dict[str, Any] | Invalid = self._read(response_id, image)
-            except Invalid as error:
-                inputs = error
-            self.done.put(Pixels(image.key, inputs))
+            self._ask(b"")
 
-    def _read(self, response_id: str, image: Image) -> dict[str, Any]:
+    def read(self, response_id: str, image: Image) -> dict[str, Any]:
+        """Inputs of the model's encoder by name. Raises Invalid."""
         data = self._file(response_id, image)
         if data is None:
             raise Invalid(GONE, status=410, code="image_gone")
@@ -73,12 +62,18 @@ class PixelReader:
                 answer = self._ask(question)
             except (OSError, EOFError, pickle.UnpicklingError) as error:
                 log.warning("the process that reads images died, starting another", error=error or type(error).__name__)
-                self._stop()
+                self.stop()
                 continue
             if isinstance(answer, Invalid):
                 raise answer
             return dict(answer)
         raise Invalid("the image ends the process that reads it", param="messages", code="invalid_image")
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def _file(self, response_id: str, image: Image) -> bytes | None:
         """The image's file; None: it is not there. Waits for a Redis that can't serve."""
@@ -112,8 +107,26 @@ class PixelReader:
         finally:
             watch.cancel()
 
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+
+class PixelReader:
+    """A thread with a PixelProcess. Its owner asks for few images at a time: pixels are large."""
+
+    def __init__(self, process: PixelProcess) -> None:
+        self.process = process
+        self.done: queue.SimpleQueue[Pixels] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[str, Image]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="pixels", daemon=True).start()
+
+    def ask(self, response_id: str, image: Image) -> None:
+        """`done` will have the image's pixels."""
+        self._asked.put((response_id, image))
+
+    def _run(self) -> None:
+        self.process.start()
+        while True:
+            response_id, image = self._asked.get()
+            try:
+                inputs: dict[str, Any] | Invalid = self.process.read(response_id, image)
+            except Invalid as error:
+                inputs = error
+            self.done.put(Pixels(image.key, inputs))

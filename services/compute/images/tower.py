@@ -5,24 +5,26 @@ have the same bits in any company.
 """
 
 import copy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.utils import logging
 
+from services.compute.images.gguf_tower import load_mmproj
 from shared.process.errors import StartupError
 
 TEXT_PARTS = ("language_model", "text_model")
 
 
 class VisionTower:
-    def __init__(self, model: Any, device: torch.device) -> None:
-        """model: of transformers, with get_image_features."""
+    def __init__(self, model: Any, device: torch.device, fingerprint: str = "") -> None:
+        """model: of transformers, with get_image_features; fingerprint: equal where an image becomes the
+        same embeddings."""
         self.model = model
+        self.fingerprint = fingerprint
         self.device = device
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
@@ -45,16 +47,34 @@ class VisionTower:
         features = found if isinstance(found, Tensor) else torch.cat(list(found))
         return features.reshape(-1, features.shape[-1]).to(self.dtype)
 
+    def timed(self, call: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """`encode`, and how long it took, in seconds."""
+        began = time.monotonic()
+        found = self.encode(call)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return found, time.monotonic() - began
 
-def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> VisionTower:
-    """Read the tower's weights of a checkpoint. Raises StartupError."""
+
+def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, mmproj: Path | None = None, fingerprint: str = "") -> VisionTower:
+    """Read the part that sees. folder: of a checkpoint; with an mmproj file, of its configuration. Raises
+    StartupError."""
+    try:
+        # seconds that a model without it need not wait
+        from transformers import AutoConfig, AutoModelForImageTextToText
+        from transformers.utils import logging
+    except ImportError as error:
+        raise StartupError(f"images are seen with the transformers library, which can't be loaded here: {error}") from None
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            folder, config=without_text(config), dtype=dtype, attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False,
-            local_files_only=True, low_cpu_mem_usage=True, output_loading_info=True,
-        )  # fmt: skip
+        config = without_text(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+        if mmproj is None:
+            model, info = AutoModelForImageTextToText.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False, local_files_only=True,
+                low_cpu_mem_usage=True, output_loading_info=True,
+            )  # fmt: skip
+        else:
+            model, info = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa"), {"missing_keys": []}
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         raise StartupError(f"{folder}: transformers can't load the part that sees images: {(str(error).strip().splitlines() or ['?'])[0]}") from None
     if missing := sorted(name for name in info["missing_keys"] if not is_of_text(name)):
@@ -63,7 +83,9 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Vision
         if hasattr(model.model, name):
             setattr(model.model, name, None)
     model.lm_head = None
-    return VisionTower(model.eval().to(device), device)
+    if mmproj is not None:
+        load_mmproj(model, mmproj)
+    return VisionTower(model.eval().to(device), device, fingerprint)
 
 
 def without_text(config: Any) -> Any:

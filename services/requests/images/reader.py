@@ -14,7 +14,8 @@ from services.requests.neutral.messages import Message
 from shared.model.vision.images import MAX_IMAGES, Image
 from shared.model.vision.pixels import MAX_BYTES
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, ContentPart
+from shared.wire.images import ContentPart
+from shared.wire.messages import ChatMessage
 
 CHECK_TIMEOUT_S = 10.0  # of one image; a camera's takes a quarter of a second
 MAX_OF_TENANT = 256  # images of one tenant that wait

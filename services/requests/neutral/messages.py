@@ -12,7 +12,8 @@ from services.requests.bodies.content import CONTENT_SCHEMA, read_content
 from services.requests.bodies.fields import CONTENT_SCHEMA as TEXT_SCHEMA
 from services.requests.bodies.fields import MAX_NAME, at_most, join_parts, kind_of
 from services.requests.parsing.answer import INPUT
-from shared.wire.messages import ChatMessage, ContentPart, ToolCall
+from shared.wire.images import ContentPart
+from shared.wire.messages import ChatMessage, ToolCall
 
 MAX_TOOL_CALLS = 128
 

@@ -11,12 +11,14 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shared.model.gguf.config import make_config, make_generation_config
 from shared.model.gguf.parts import parts_of, read_model
 from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
+from shared.model.gguf.vision import read_mmproj
 from shared.process.errors import StartupError
 
 FORMAT = 5  # of what is written: counted up whenever the same file would give other JSON
@@ -33,8 +35,31 @@ def unpack_metadata(path: Path) -> Path:
     It has the name of the files' identity (path, size and time), so that a file that was changed
     gets another. Written aside and renamed: whoever looks sees all of it or nothing.
     """
+
+    def make() -> dict[str, Any]:
+        head = read_model(path)
+        return {
+            "config.json": make_config(head),
+            "generation_config.json": make_generation_config(head),
+            "tokenizer.json": make_tokenizer(head),
+            "tokenizer_config.json": make_tokenizer_config(head),
+        }
+
+    return _unpacked(parts_of(path), "", make)
+
+
+def unpack_vision(mmproj: Path, hidden_size: int) -> Path:
+    """The folder with config.json and preprocessor_config.json of an mmproj file. hidden_size: of the
+    text's part that it belongs to. Raises StartupError."""
+    names = ("config.json", "preprocessor_config.json")
+    return _unpacked((mmproj,), str(hidden_size), lambda: dict(zip(names, read_mmproj(mmproj, hidden_size), strict=True)))
+
+
+def _unpacked(paths: tuple[Path, ...], other: str, make: Callable[[], dict[str, Any]]) -> Path:
+    """A folder in the cache with what is made of these files, and of something else that names it."""
+    path = paths[0]
     try:
-        identity = " ".join([str(FORMAT), *map(_identity, parts_of(path))])
+        identity = " ".join([str(FORMAT), *map(_identity, paths), *([other] if other else [])])
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from None
     folder = cache_folder() / hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -42,13 +67,7 @@ def unpack_metadata(path: Path) -> Path:
         with contextlib.suppress(OSError):
             os.utime(folder)  # it is in use: see remove_unused
         return folder
-    head = read_model(path)
-    files = {
-        "config.json": make_config(head),
-        "generation_config.json": make_generation_config(head),
-        "tokenizer.json": make_tokenizer(head),
-        "tokenizer_config.json": make_tokenizer_config(head),
-    }
+    files = make()
     try:
         _write(folder, files)
         remove_unused(folder)

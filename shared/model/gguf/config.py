@@ -38,7 +38,7 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     epsilon = head.real(prefix + "attention.layer_norm_rms_epsilon", _real_or_none(head, prefix + "attention.layer_norm_epsilon"))
     if epsilon <= 0:
         raise StartupError(f"{head.path}: the norms' epsilon is {epsilon:g}, not positive")
-    config = {
+    config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "dtype": "float32" if all(info.type_id == F32 for info in head.tensors.values()) else "bfloat16",
@@ -59,6 +59,9 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "eos_token_id": _token_id(head, "eos"),
         "pad_token_id": _token_id(head, "padding"),
     }
+    sections = head.metadata.get(prefix + "rope.dimension_sections")
+    if isinstance(sections, list) and any(sections[:3]):  # positions in time, down and across
+        config["rope_parameters"] = config["rope_parameters"] | {"mrope_section": sections[:3]}
     return config | family.extra(head, prefix)
 
 

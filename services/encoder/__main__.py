@@ -1,0 +1,28 @@
+"""`python -m services.encoder`: settings, objects, run."""
+
+from shared.model.files import open_model
+from shared.process.errors import StartupError
+from shared.process.settings import EncoderSettings, load_settings
+from shared.wire.stage import Stage, run_stage, start_logging
+
+
+def main() -> None:
+    settings = load_settings(EncoderSettings)
+    start_logging(settings)
+    files = open_model(settings.model, settings.served_model_name, weights=True)
+    if files.vision is None or files.vision_folder is None:
+        raise StartupError(f"{files.name} sees no images: an encoder has nothing to do for it")
+
+    # torch takes seconds to import: only now, so that a bad setting is told at once
+    from services.compute.engine import open_tower
+    from services.compute.images.reader import PixelProcess
+    from services.encoder.service import EncoderService
+
+    tower = open_tower(settings, files)
+    stage = Stage("encoder", settings, model=files.name, aliases=files.aliases)
+    stage.fingerprint = tower.fingerprint
+    EncoderService(stage, tower, PixelProcess(stage.transport, files.vision_folder, files.vision)).run()
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,22 @@
+"""Images in messages."""
+
+from dataclasses import dataclass
+
+from shared.model.vision.images import Image
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A part of a message with images: a text, or an image."""
+
+    text: str = ""
+    image: Image | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeImage:
+    """An image of a response is to be made embeddings."""
+
+    response_id: str
+    image: Image
+    fingerprint: str  # of the encoder that may

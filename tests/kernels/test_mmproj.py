@@ -1,0 +1,129 @@
+"""GGUF models that see: the part that sees in an mmproj file beside the text's, named as llama.cpp's converter names it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from services.compute.images.tower import load_tower
+from shared.model.files import read_vision
+from shared.model.gguf.checkpoint import unpack_vision
+from shared.model.gguf.vision import find_mmproj
+from shared.process.errors import StartupError
+from tests.kernels.test_vision import pixels_of
+from tests.kernels.vision_models import CONFIGS, PROCESSORS, family_of, write_vision_model
+
+CPU = torch.device("cpu")
+# the library's names of modules, and llama.cpp's
+SIGLIP = {
+    "embeddings.patch_embedding": "v.patch_embd", "embeddings.position_embedding": "v.position_embd", "post_layernorm": "v.post_ln",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_out", "layer_norm1": "ln1",
+    "layer_norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+}  # fmt: skip
+QWEN = {"attn.proj": "attn_out", "norm1": "ln1", "norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "mlp.gate_proj": "ffn_gate"} | {
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "merger.ln_q": "v.post_ln", "merger.mlp.0": "mm.0", "merger.mlp.2": "mm.2",
+}  # fmt: skip
+PROJECTORS = {"smolvlm": "idefics3", "gemma3": "gemma3", "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger"}
+
+
+def write_mmproj(name: str, reference: Any, path: Path, *, f16: bool = False, leave_out: str = "", hidden: int = 64) -> None:
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", PROJECTORS[name])
+    writer.add_bool("clip.has_vision_encoder", True)
+    for key, value in numbers_of(name, hidden).items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    for key in ("image_mean", "image_std"):
+        writer.add_array(f"clip.vision.{key}", PROCESSORS[name][key])
+    for tensor_name, tensor in reference.model.state_dict().items():
+        if any(part in tensor_name for part in ("language_model", "text_model", "vision_tower.head")):
+            continue
+        for new_name, values in renamed(tensor_name, tensor.float().numpy()):
+            if new_name != leave_out:
+                is_matrix = f16 and values.ndim > 1 and "embd" not in new_name
+                writer.add_tensor(new_name, values.astype(np.float16 if is_matrix else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def numbers_of(name: str, hidden: int) -> dict[str, int]:
+    vision, processor = CONFIGS[name]["vision_config"], PROCESSORS[name]
+    numbers = {
+        "projection_dim": hidden, "image_size": vision.get("image_size", 560), "patch_size": vision["patch_size"],
+        "embedding_length": vision.get("embed_dim", vision["hidden_size"]), "feed_forward_length": vision.get("intermediate_size", 64),
+        "block_count": vision.get("num_hidden_layers", vision.get("depth")), "attention.head_count": vision.get("num_attention_heads", vision.get("num_heads")),
+    }  # fmt: skip
+    if name == "smolvlm":
+        numbers |= {"projector.scale_factor": 4, "preproc_image_size": 256}
+    if name == "gemma3":
+        numbers["projector.scale_factor"] = 2
+    if name == "qwen2_5_vl":
+        numbers |= {"n_wa_pattern": 2, "window_size": 56}
+    if name.startswith("qwen"):
+        numbers |= {"image_min_pixels": processor["min_pixels"], "image_max_pixels": processor["max_pixels"]}
+    return numbers
+
+
+def renamed(name: str, values: Any) -> list[tuple[str, Any]]:
+    stem, _, kind = name.rpartition(".")
+    if "mm_input_projection_weight" in name:
+        return [("mm.input_projection.weight", values)]
+    if "mm_soft_emb_norm" in name:
+        return [("mm.soft_emb_norm.weight", values + 1)]
+    if name.startswith("connector"):
+        return [("mm.model.fc.weight", values)]
+    if "patch_embed.proj" in name:
+        return [("v.patch_embd.weight", values[:, :, 0]), ("v.patch_embd.weight.1", values[:, :, 1])]
+    parts = stem.split(".")
+    number = next((part for part in parts if part.isdigit() and parts[parts.index(part) - 1] in ("layers", "blocks")), None)
+    if ".qkv" in stem:
+        return [(f"v.blk.{number}.attn_{which}.{kind}", part) for which, part in zip("qkv", np.split(values, 3), strict=True)]
+    [new] = {value for key, value in (SIGLIP | QWEN).items() if stem.endswith("." + key) or stem == key}
+    return [(f"v.blk.{number}.{new}.{kind}" if number is not None else f"{new}.{kind}", values)]
+
+
+@pytest.mark.parametrize("name", PROJECTORS)
+def test_an_mmproj_file_sees_as_its_checkpoint_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    reference = write_vision_model(name, folder)
+    (tmp_path / "model.gguf").touch()
+    write_mmproj(name, reference, tmp_path / "mmproj-model-f16.gguf", f16=True)
+    mmproj = find_mmproj(tmp_path / "model.gguf")
+    assert mmproj is not None
+    unpacked = unpack_vision(mmproj, 64)
+    assert unpacked == unpack_vision(mmproj, 64) and read_vision(unpacked) == family_of(folder)
+    one, other = load_tower(folder, torch.float32, CPU), load_tower(unpacked, torch.float32, CPU, mmproj)
+    pixels = pixels_of(folder, (90, 60))
+    assert {each: value.tolist() for each, value in pixels_of(unpacked, (90, 60)).items()} == {each: value.tolist() for each, value in pixels.items()}
+    for call in one.calls(pixels):
+        torch.testing.assert_close(one.encode(call), other.encode(call), atol=5e-3, rtol=5e-3)
+
+
+def test_what_is_wrong_with_an_mmproj_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    reference = write_vision_model("smolvlm", tmp_path)
+    path = tmp_path / "mmproj.gguf"
+    write_mmproj("smolvlm", reference, path, leave_out="v.blk.1.ffn_up.weight")
+    with pytest.raises(StartupError, match=r"no tensor of model\.vision_model\.encoder\.layers\.1\.mlp\.fc1\.weight"):
+        load_tower(unpack_vision(path, 64), torch.float32, CPU, path)
+    with pytest.raises(StartupError, match="is it another model's"):
+        unpack_vision(path, 128)
+    (tmp_path / "mmproj-2.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(StartupError, match="holds 2 mmproj files"):
+        find_mmproj(tmp_path / "model.gguf")
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "pixtral")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(StartupError, match="'pixtral' is not supported; these are: gemma3"):
+        unpack_vision(path, 64)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "smolvlm"
