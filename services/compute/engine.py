@@ -205,7 +205,8 @@ def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> I
             f"--max-batched-tokens {settings.max_batched_tokens}: an image of this model has {files.vision.num_whole} tokens, computed in one step"
         )
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
-    return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache)
+    token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
+    return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)
 
 
 def open_tower(settings: EncoderSettings, files: ModelFiles) -> VisionTower:

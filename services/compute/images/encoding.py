@@ -52,12 +52,14 @@ class Encoding:
 
 
 class ImageEncoding:
-    def __init__(self, tower: VisionTower, folder: Path, family: VisionFamily, max_bytes: int) -> None:
-        """folder: of the model's files; max_bytes: of embeddings, but for one sequence alone."""
+    def __init__(self, tower: VisionTower, folder: Path, family: VisionFamily, max_bytes: int, token_bytes: int) -> None:
+        """folder: of the model's files; max_bytes: of embeddings, but for one sequence alone;
+        token_bytes: of one token's."""
         self.tower = tower
         self.folder = folder
         self.family = family
         self.max_bytes = max_bytes
+        self.token_bytes = token_bytes
         self.reader: PixelReader | None = None  # until `start`
         self.remote: RemoteEncoder | None = None  # the same
         self.opening: dict[int, Opening] = {}  # by handle
@@ -65,7 +67,8 @@ class ImageEncoding:
         self.num_found = 0  # that had been encoded before
         self.seconds = 0.0  # of the encoder
         self._embeddings: OrderedDict[str, Tensor] = OrderedDict()  # by key, the last used last
-        self._held: dict[int, set[str]] = {}  # by handle, the keys of a sequence that is open, or has begun to open
+        # by handle, of a sequence that is open or has begun to open: the bytes of its embeddings by key
+        self._held: dict[int, dict[str, int]] = {}
         self._asked: dict[str, int] = {}  # keys whose pixels are being read, and for whom
         self._encoding: Encoding | None = None
         self._errors: dict[str, Invalid] = {}  # by key, of those that could not be read
@@ -80,18 +83,12 @@ class ImageEncoding:
         """Embeddings by key, [tokens, hidden]: of every sequence that was opened and not forgotten, at least."""
         return self._embeddings
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for each in self._embeddings.values())
-
     def has(self, sequence: Sequence, images: tuple[PromptImage, ...]) -> bool:
         """Whether the sequence has all of them, from now on or already."""
-        keys = {image.image.key for image in images}
-        if not all(key in self._embeddings for key in keys):
+        if not all(image.image.key in self._embeddings for image in images):
             return False
         if sequence.handle not in self._held:
-            self.num_found += len(keys)
-        self._held[sequence.handle] = keys
+            self._hold(sequence.handle, images)
         return True
 
     def figures(self) -> dict[str, float]:
@@ -153,26 +150,27 @@ class ImageEncoding:
         """Ask for the images of those whose turn it is, as far as their embeddings have room: an
         encoder, if there is one, else for pixels."""
         assert self.reader is not None and self.remote is not None
-        has_encoder = self.remote.is_there
+        has_encoder, is_full = self.remote.is_there, False
         for each in sorted(self.opening.values(), key=lambda each: each.order):
-            keys = {image.image.key for image in each.images}
+            missing = {image.image.key: image.image for image in each.images if image.image.key not in self._embeddings}
             if each.sequence.handle not in self._held:
-                if self._held and not self._has_room(each):
-                    return
-                self._held[each.sequence.handle] = keys
-                self.num_found += sum(key in self._embeddings for key in keys)
-            for image in each.images:
-                key = image.image.key
-                is_coming = key in self._asked or key in self.remote or (self._encoding is not None and self._encoding.key == key)
-                if key in self._embeddings or key in self._errors or is_coming:
+                # nobody takes the room that the first of those who wait for some is to have
+                is_full = is_full or (bool(missing) and not self._has_room(each))
+                if missing and is_full:
+                    continue
+                self._hold(each.sequence.handle, each.images)
+            for key, image in missing.items():
+                if key in self._errors or key in self._asked or key in self.remote or (self._encoding is not None and self._encoding.key == key):
                     continue
                 if has_encoder:
-                    self.remote.ask(each.response_id, image.image)
-                    continue
-                if len(self._asked) + (self._encoding is not None) >= READ_AHEAD:
-                    return
-                self._asked[key] = each.sequence.handle
-                self.reader.ask(each.response_id, image.image)
+                    self.remote.ask(each.response_id, image)
+                elif len(self._asked) + (self._encoding is not None) < READ_AHEAD:
+                    self._asked[key] = each.sequence.handle
+                    self.reader.ask(each.response_id, image)
+
+    def _hold(self, handle: int, images: tuple[PromptImage, ...]) -> None:
+        self._held[handle] = {image.image.key: image.num_tokens * self.token_bytes for image in images}
+        self.num_found += sum(key in self._embeddings for key in self._held[handle])
 
     def _encode(self, encoding: Encoding) -> None:
         """One call of the encoder."""
@@ -216,13 +214,17 @@ class ImageEncoding:
         return any(image.image.key == key for each in self.opening.values() for image in each.images)
 
     def _has_room(self, opening: Opening) -> bool:
-        """Whether its embeddings fit beside those of others, once what nobody has is dropped."""
-        held = {key for keys in self._held.values() for key in keys}
-        width = next((each.shape[1] * each.element_size() for each in self._embeddings.values()), 0)
-        more = sum(image.num_tokens * width for image in opening.images if image.image.key not in self._embeddings)
-        for key in list(self._embeddings):
-            if self.num_bytes + more <= self.max_bytes:
+        """Whether its embeddings fit beside those of others, be they made or not, once what nobody has
+        is dropped. One sequence alone has room."""
+        held = {key: size for sizes in self._held.values() for key, size in sizes.items()}
+        needed = held | {image.image.key: image.num_tokens * self.token_bytes for image in opening.images}
+        if held and sum(needed.values()) > self.max_bytes:
+            return False
+        unheld = {key: each.nbytes for key, each in self._embeddings.items() if key not in needed}
+        num_bytes = sum(needed.values()) + sum(unheld.values())
+        for key, size in unheld.items():
+            if num_bytes <= self.max_bytes:
                 break
-            if key not in held:
-                del self._embeddings[key]
-        return self.num_bytes + more <= self.max_bytes
+            del self._embeddings[key]
+            num_bytes -= size
+        return True
