@@ -39,6 +39,12 @@ TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for 
 STEAL_EVERY_S, STEAL_BUSY_EVERY_S = 0.1, 1.0  # without sequences that wait for the reply, and with
 
 
+def is_prepared(request: TokenizedRequest) -> bool:
+    """Whether something is made for the request before its first step, which may kill: a grammar, or
+    embeddings of images."""
+    return request.constraint is not None or bool(request.images)
+
+
 class Admitter:
     """Fills `active`. Every prompt that was delivered ends up there, or its entry is
     acknowledged."""
@@ -279,12 +285,12 @@ class Admitter:
             self.num_claimed += delivery.was_claimed
             self._handle_by_request[sequence.request_id] = sequence.handle
             if attempts is not None:
-                self.quarantine.hold(sequence, attempts, has_grammar=active.request.constraint is not None)
+                self.quarantine.hold(sequence, attempts, is_prepared=is_prepared(active.request))
                 continue
             if delivery.entry_id in verdicts and sequence.num_output_tokens:
                 self.quarantine.watch(sequence)
             begun.append(active)
-        if opening := [active.sequence for active in begun if active.request.constraint is not None or active.request.images]:
+        if opening := [active.sequence for active in begun if is_prepared(active.request)]:
             # a grammar may kill while it is compiled, and an image while it is encoded
             self.exchange.remember(self.quarantine.told(opening, has_run=True))
             self.exchange.publish_held()

@@ -200,10 +200,9 @@ def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> I
     """The part of the model that sees, where our own executor runs the rest. Raises StartupError."""
     if files.vision is None or files.vision_folder is None or not isinstance(model, Decoder):
         return None
-    if files.vision.num_whole > max(settings.max_batched_tokens, settings.max_num_seqs):
-        raise StartupError(
-            f"--max-batched-tokens {settings.max_batched_tokens}: an image of this model has {files.vision.num_whole} tokens, computed in one step"
-        )
+    if (least := files.vision.num_whole + settings.max_num_seqs) > settings.max_batched_tokens and files.vision.num_whole:
+        reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
+        raise StartupError(f"--max-batched-tokens {settings.max_batched_tokens} must be at least {least}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
     return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)

@@ -8,6 +8,7 @@ that a file is the same.
 import hashlib
 import json
 import os
+import platform
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) 
     }
     if "longrope" in json.dumps(files.config, default=str):  # the longest sequence chooses its factors
         facts["max_model_len"] = min((each for each in (settings.max_model_len, files.max_model_len) if each is not None), default=None)
+    if files.vision is not None:  # an image's digest names its tokens, and these decide what they are
+        facts["vision"] = vision_fingerprint(files, str(backend.dtype), backend.device.type)
     kv = digest_of(facts)
     head = {name: getattr(settings, name) for name in HEAD_SETTINGS}
     name = digest_of({"kv": kv, "head": head, "files": hashes, "draw": DRAW})[:12]
@@ -72,9 +75,20 @@ def vision_fingerprint(files: ModelFiles, dtype: str, device: str) -> str:
     facts = {
         "version": version("penstock"), "files": {name: each for name, each in hashes.items() if is_weights(name) or name in VISION_FILES},
         "dtype": dtype, "device": device, "libraries": {name: version(name) for name in ("torch", "transformers", "pillow")},
-        "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name(),
+        "processor": processor_facts() if device == "cpu" else torch.cuda.get_device_name(),
     }  # fmt: skip
     return f"vp_{digest_of(facts)[:12]}"
+
+
+def processor_facts() -> list[str]:
+    """A CPU's model and its instructions: by these oneDNN chooses how products are summed."""
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        lines = []
+    found = {line for line in lines if line.partition(":")[0].strip() in wanted}
+    return [*sorted(found), os.environ.get("ONEDNN_MAX_CPU_ISA", ""), torch.backends.cpu.get_cpu_capability(), platform.machine(), platform.processor()]
 
 
 def digest_of(facts: dict[str, Any]) -> str:

@@ -79,9 +79,9 @@ class Quarantine:
         self._write([(each or Attempts(0, count)).record(name) for name, count, each in zip(request_ids, num_logged, verdicts, strict=True)])
         return verdicts
 
-    def hold(self, sequence: Sequence, attempts: Attempts, *, has_grammar: bool = False) -> None:
+    def hold(self, sequence: Sequence, attempts: Attempts, *, is_prepared: bool = False) -> None:
         """The sequence is a suspect: it waits here until it is begun."""
-        self.suspects[sequence.handle] = (sequence, attempts, has_grammar)
+        self.suspects[sequence.handle] = (sequence, attempts, is_prepared)
 
     def watch(self, sequence: Sequence) -> None:
         """A claimed sequence above suspicion: suspects wait until it has gone on."""
@@ -130,16 +130,16 @@ class Quarantine:
 
     def _begin(self, add: Callable[[Sequence], None]) -> None:
         """The suspects that were tried least, together if they never were; those with grammars
-        last, for others would wait while they are compiled."""
+        or images last, for others would wait while they are prepared."""
         handles = sorted(self.suspects, key=lambda handle: (self.suspects[handle][2], self.suspects[handle][1].num_begun))
-        _, attempts, has_grammar = self.suspects[handles[0]]
-        alike = [each for each in handles if self.suspects[each][1].num_begun == attempts.num_begun and self.suspects[each][2] == has_grammar]
+        _, attempts, is_prepared = self.suspects[handles[0]]
+        alike = [each for each in handles if self.suspects[each][1].num_begun == attempts.num_begun and self.suspects[each][2] == is_prepared]
         units = {unit_of(self.suspects[each][0]) for each in alike[: 1 if attempts.num_begun else GROUP_SIZE]}
         chosen = [each for each in alike if unit_of(self.suspects[each][0]) in units]
         for handle in chosen:
-            sequence, attempts, has_grammar = self.suspects.pop(handle)
-            self.begun[handle] = Trial(sequence, attempts, sequence.num_decided_tokens, is_blamed=has_grammar, is_preparing=has_grammar)
-        if has_grammar:
+            sequence, attempts, is_prepared = self.suspects.pop(handle)
+            self.begun[handle] = Trial(sequence, attempts, sequence.num_decided_tokens, is_blamed=is_prepared, is_preparing=is_prepared)
+        if is_prepared:
             self._write([self.begun[handle].record for handle in chosen])
         for handle in chosen:
             add(self.begun[handle].sequence)

@@ -5,6 +5,8 @@ from shared.process.errors import StartupError
 from shared.process.settings import EncoderSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
 
+CALL_TIMEOUT_S = 600.0  # one call of the encoder that takes longer has hung
+
 
 def main() -> None:
     settings = load_settings(EncoderSettings)
@@ -19,7 +21,7 @@ def main() -> None:
     from services.encoder.service import EncoderService
 
     tower = open_tower(settings, files)
-    stage = Stage("encoder", settings, model=files.name, aliases=files.aliases)
+    stage = Stage("encoder", settings, model=files.name, aliases=files.aliases, step_timeout_s=CALL_TIMEOUT_S)
     stage.fingerprint = tower.fingerprint
     EncoderService(stage, tower, PixelProcess(stage.transport, files.vision_folder, files.vision)).run()
 

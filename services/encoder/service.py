@@ -21,18 +21,17 @@ from shared.wire.streams import embeddings_key, wanted_images_key
 
 log = get_logger("penstock.encoder")
 
-TTL_S = 3600  # of embeddings in Redis
+TTL_S = 60  # of embeddings that nobody has read, and of the reason why there are none
 POLL_S = 0.01  # between two looks at an empty list
 IDLE_POLLS = 20  # after so many, the looks are POLL_S * IDLE_POLLS apart
 
 
 class EncoderService:
     def __init__(self, stage: Stage, tower: VisionTower, pixels: PixelProcess) -> None:
-        assert stage.model is not None
         self.stage = stage
         self.tower = tower
         self.pixels = pixels
-        self.key = wanted_images_key(stage.model)
+        self.key = wanted_images_key(tower.fingerprint)
         self.num_encoded = 0
         self.seconds = 0.0
 
@@ -55,38 +54,35 @@ class EncoderService:
         self.pixels.stop()
 
     def next_question(self) -> EncodeImage | None:
-        """The next one that is for this encoder; others go back to whoever they are for."""
         [packed] = self.stage.transport.run(lambda pipe: pipe.lpop(self.key))
         if packed is None:
             return None
         try:
-            question = decode(EncodeImage, packed)
+            return decode(EncodeImage, packed)
         except Invalid as error:
             log.error("a message can't be read", error=error)
             return None
-        if question.fingerprint == self.tower.fingerprint:
-            return question
-        if any(each.fingerprint == question.fingerprint for each in self.stage.registry.of("encoder", self.stage.model)):
-            self.stage.transport.run(lambda pipe: pipe.rpush(self.key, packed))
-        return None
 
     def answer(self, question: EncodeImage) -> None:
-        place = embeddings_key(self.tower.fingerprint, question.image.key)
+        image, response_id = question.image, question.response_id
+        place = embeddings_key(self.tower.fingerprint, image.key)
         [is_there] = self.stage.transport.run(lambda pipe: pipe.expire(place, TTL_S))
         if is_there:
             return
         try:
-            found: Any = torch.cat([self.encode(call) for call in self.tower.calls(self.pixels.read(question.response_id, question.image))])
+            pixels = self.pixels.read(response_id, image)
+            self.stage.mark_alive()
+            found: Any = torch.cat([self.encode(call) for call in self.tower.calls(pixels)])
             self.num_encoded += 1
         except Invalid as error:
             found = error
-        except RuntimeError as error:  # what the library's modules raise for the image's own shape
+        except Exception as error:  # what the library's modules raise for the image's own shape
             found = Invalid(f"the image can't be encoded: {error}", status=500)
-        # why there are none is for who asked: another may bring the image again
-        ttl_s = TTL_S if not isinstance(found, Invalid) else 5
-        self.stage.transport.run(lambda pipe: pipe.set(place, pack(found), ex=ttl_s))
+        if isinstance(found, Invalid):  # for who asked: another may bring the image again
+            place = embeddings_key(self.tower.fingerprint, image.key, response_id)
+        self.stage.transport.run(lambda pipe: pipe.set(place, pack(found), ex=TTL_S))
         self.stage.load = Load(images_encoded=self.num_encoded, image_encoder_s=self.seconds)
-        log.info("image encoded", response_id=question.response_id, num_tokens=0 if isinstance(found, Invalid) else len(found))
+        log.info("image encoded", response_id=response_id, error=str(found) if isinstance(found, Invalid) else "-")
 
     def encode(self, call: Any) -> torch.Tensor:
         embeddings, seconds = self.tower.timed(call)

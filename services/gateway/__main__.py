@@ -60,7 +60,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     files = FileStore(client, Storage(settings.files_url))
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, keys=keys, files=files, images=ImageReader(files, ImageFetcher(settings.image_host)), batches=BatchStore(client),
+        store=store, keys=keys, files=files, images=ImageReader(files, ImageFetcher(settings.image_host), settings.max_held_size), batches=BatchStore(client),
         jobs=Jobs(settings.redis_url), reading=Reading(client),
     )  # fmt: skip
 

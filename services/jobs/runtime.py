@@ -50,7 +50,7 @@ class JobsRuntime:
         self.files = FileStore(self.client, self.storage)
         self.batches = BatchStore(self.client)
         self.grammars = GrammarChecker()
-        self.images = ImageReader(self.files, ImageFetcher(settings.image_host))
+        self.images = ImageReader(self.files, ImageFetcher(settings.image_host), settings.max_held_size)
         self.answers = AnswerChecker()
         admission = Admission(stage, self.client, settings)
         self.context = ConversationContext(

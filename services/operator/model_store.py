@@ -119,7 +119,7 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
         wanted = parts_in_folder(file) if file else choose_files(name, files)
         if is_gguf := wanted[0].endswith(".gguf"):
-            wanted += choose_mmproj(files)
+            wanted += [each for each in choose_mmproj(files) if each not in wanted]
         _say_in_place_of_a_bar(name)
         snapshot_download(name, local_dir=aside, allow_patterns=wanted)
     except StartupError:
@@ -167,7 +167,9 @@ def is_mmproj(file: str) -> bool:
 
 def choose_mmproj(files: list[str]) -> list[str]:
     """The part of a GGUF model that sees: one file of the repository, with 16 bits where there are several; or none."""
-    found = sorted(filter(is_mmproj, files), key=lambda file: (not any(kind in file.lower() for kind in ("-f16", "_f16", ".f16")), "f16" not in file.lower(), file))
+    found = sorted(
+        filter(is_mmproj, files), key=lambda file: (not any(kind in file.lower() for kind in ("-f16", "_f16", ".f16")), "f16" not in file.lower(), file)
+    )
     return found[:1]
 
 

@@ -18,7 +18,7 @@ log = get_logger("penstock.tokenizer")
 
 # Of the worker's processor time: what the machine does meanwhile is not the template's fault
 COMPILE_LIMIT_S = 20.0
-RENDER_LIMIT_S = 2.0  # for one conversation; 8 MiB, the longest, take a tenth of it
+RENDER_LIMIT_S = 2.0  # for one conversation; 8 MiB take a tenth of it
 QUICK_LIMIT_S = 0.1  # where others wait: a conversation that takes longer is rendered elsewhere
 # by the clock, on a machine that is busy; at the start, the worker imports what it needs
 ANSWER_TIMEOUT_S = 60.0

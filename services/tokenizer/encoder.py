@@ -55,7 +55,7 @@ class Encoder:
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
         self.can_shorten = files.can_shorten
-        self.vision = files.vision
+        self.vision, self.max_model_len = files.vision, files.max_model_len
         self.image_token_id = tokenizer.convert_tokens_to_ids(files.vision.placeholder) if files.vision is not None else 0
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
@@ -86,7 +86,7 @@ class Encoder:
         for (each, chat), text in zip(chats, rendered, strict=True):
             is_marked = chat.messages is not each.request.messages
             each.take(self._with_own_marks(chat, text, chat_template) if is_marked and isinstance(text, str) else text)
-            expand_images(each, self.vision)
+            expand_images(each, self.vision, self.max_model_len)
         return prepared
 
     def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:

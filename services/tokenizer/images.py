@@ -6,6 +6,7 @@ import numpy as np
 
 from services.tokenizer.prepared import Prepared
 from shared.model.arrays import Array
+from shared.model.context_length import context_far_exceeded
 from shared.model.vision.images import MAX_IMAGES, Image, PromptImage
 from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid
@@ -29,21 +30,24 @@ def check_images(messages: Sequence[ChatMessage] | None, vision: VisionFamily | 
         raise Invalid("a prompt with modules takes no images", param="prompt_modules")
 
 
-def expand_images(prepared: Prepared, vision: VisionFamily | None) -> None:
+def expand_images(prepared: Prepared, vision: VisionFamily | None, max_tokens: int | None) -> None:
     """Put the tokens of each image into the rendered text, in place of what the template wrote for
-    it; or say why not."""
+    it; or say why not. max_tokens: of the model's context; None: any number."""
     if vision is not None and prepared.text is not None and (images := images_of(prepared.request.messages)):
         try:
-            _expand(prepared, prepared.text, images, vision)
+            _expand(prepared, prepared.text, images, vision, max_tokens)
         except Invalid as error:
             prepared.error = error
 
 
-def _expand(prepared: Prepared, text: str, images: Sequence[Image], vision: VisionFamily) -> None:
+def _expand(prepared: Prepared, text: str, images: Sequence[Image], vision: VisionFamily, max_tokens: int | None) -> None:
     before, *behind = text.split(vision.marker)
     if len(behind) != len(images):
-        raise Invalid(f"the chat template wrote {len(behind)} places for {len(images)} images", param=PARAM, code="chat_template_error")
+        raise Invalid(f"the chat has {len(images)} images, and its rendered text {len(behind)} places for them", param=PARAM, code="chat_template_error")
     shapes = [vision.shape(image.width, image.height, is_low=image.is_low) for image in images]
+    num_tokens = sum(shape.num_tokens for shape in shapes)
+    if max_tokens is not None and num_tokens > max_tokens:  # before a text is made of so many
+        raise context_far_exceeded(PARAM, max_tokens, num_tokens)
     prepared.text = type(text)(before + "".join(shape.text + part for shape, part in zip(shapes, behind, strict=True)))
     prepared.images = tuple(
         PromptImage(image, shape.num_tokens, shape.num_rows, shape.num_columns) for image, shape in zip(images, shapes, strict=True)

@@ -24,7 +24,7 @@ from services.tokenizer.template_features import knows, wants_parts
 from services.tokenizer.tool_prompt import explain_tools, spell_calls
 
 FRAME = struct.Struct("<Q")  # length of the JSON
-MAX_CHARACTERS = 32 << 20  # of a text; the longest body has 8 MiB
+MAX_CHARACTERS = 32 << 20  # of a text; a body's text has 32 MiB at most
 MEMORY = 1 << 30  # more than what the process has when it is ready
 GRACE_S = 0.5  # of processor time, for what Python can't interrupt
 

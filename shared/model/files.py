@@ -13,6 +13,9 @@ from shared.model.sampling_params import SamplingParams
 from shared.model.vision.families import read_family
 from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid, StartupError
+from shared.process.telemetry import get_logger
+
+log = get_logger("penstock.stage")
 
 DEMO_MODEL = Path(__file__).parents[2] / "services" / "demo" / "model"
 PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
@@ -184,8 +187,8 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
     generation = _read_json(folder / "generation_config.json") or {}
     if file is not None:  # whose metadata seldom says how to sample: a file beside it does
         generation |= _read_json(file.parent / "generation_config.json") or {}
-    mmproj = find_mmproj(file) if file is not None else None
-    vision_folder = unpack_vision(mmproj, config["hidden_size"]) if mmproj is not None else folder
+    mmproj, vision_folder = _mmproj(file, config["hidden_size"]) if file is not None else (None, None)
+    vision_folder = vision_folder or folder
     vision = read_vision(vision_folder)
     files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]), vision, vision_folder, mmproj)
     _check_config(files)
@@ -246,6 +249,17 @@ def read_processor(folder: Path) -> dict[str, Any]:
     """Read what preprocessor_config.json says of images, or, of newer checkpoints, processor_config.json."""
     nested = (_read_json(folder / "processor_config.json") or {}).get("image_processor")
     return nested if isinstance(nested, dict) else _read_json(folder / "preprocessor_config.json") or {}
+
+
+def _mmproj(file: Path, hidden_size: int) -> tuple[Path | None, Path | None]:
+    """The mmproj file beside a GGUF model, and the folder of its configuration. With one that can't be
+    used, the model reads text only."""
+    try:
+        mmproj = find_mmproj(file)
+        return mmproj, unpack_vision(mmproj, hidden_size) if mmproj is not None else None
+    except StartupError as error:
+        log.warning("the model reads text only", file=file, reason=error)
+        return None, None
 
 
 def read_vision(folder: Path) -> VisionFamily | None:

@@ -17,6 +17,5 @@ class ContentPart:
 class EncodeImage:
     """An image of a response is to be made embeddings."""
 
-    response_id: str
+    response_id: str  # of which the image's file is
     image: Image
-    fingerprint: str  # of the encoder that may

@@ -211,14 +211,16 @@ def images_key(response_id: str) -> str:
     return f"images:{response_id}"
 
 
-def wanted_images_key(model: str) -> str:
-    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any encoder of that model. Lives an hour past the last one."""
-    return f"images-wanted:{model}"
+def wanted_images_key(fingerprint: str) -> str:
+    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any encoder with that fingerprint. Lives 10 minutes past the last
+    one."""
+    return f"images-wanted:{fingerprint}"
 
 
-def embeddings_key(fingerprint: str, image_key: str) -> str:
-    """Embeddings of an image, or why there are none: encoder → compute. Lives an hour past its encoding."""
-    return f"embeddings:{fingerprint}/{image_key}"
+def embeddings_key(fingerprint: str, image_key: str, response_id: str = "") -> str:
+    """Embeddings of an image; with the response that asked, why it gets none: encoder → compute. Lives a minute past its encoding, and seconds past its
+    reading."""
+    return f"embeddings:{fingerprint}/{image_key}" + (f"/{response_id}" if response_id else "")
 
 
 def batch_key(batch_id: str) -> str:

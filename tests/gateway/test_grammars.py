@@ -241,7 +241,13 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
         async def ask(constraint: Constraint) -> Caller:
             caller = Caller(tenant)
             context = RequestContext(
-                settings=settings, stage=stage, client=client, grammars=checker, images=ImageReader(files, ImageFetcher([])), admission=admission, caller=caller
+                settings=settings,
+                stage=stage,
+                client=client,
+                grammars=checker,
+                images=ImageReader(files, ImageFetcher([]), 1 << 20),
+                admission=admission,
+                caller=caller,
             )
             await constraint_for(context, constraint)
             return caller

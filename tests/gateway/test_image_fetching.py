@@ -102,6 +102,6 @@ def test_addresses_that_are_public() -> None:
     assert all(map(is_public, ("8.8.8.8", "2606:4700::1111")))
     private = (
         "127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1", "::1", "fe80::1", "fc00::1",
-        "::ffff:127.0.0.1", "::ffff:10.0.0.1",
+        "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2002:a9fe:a9fe::", "::127.0.0.1", "fec0::1",
     )  # fmt: skip
     assert not any(map(is_public, private))

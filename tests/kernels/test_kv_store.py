@@ -125,7 +125,7 @@ from pathlib import Path
 from tests.kernels.test_kv_store import BLOCK, SIZE, KVStore, block_of, read, write
 store, rng = KVStore(Path(sys.argv[1]), SIZE, BLOCK), random.Random(int(sys.argv[2]))
 found = 0
-for _ in range(3000):
+for _ in range(1200):
     number = rng.randrange(120)
     block = read(store, number)
     assert block in (None, block_of(number)), number
@@ -138,7 +138,7 @@ print(found)
 def test_several_processes_write_at_once(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(3)]
     found = [int(process.communicate(timeout=120)[0]) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0] and min(found) > 100
+    assert [process.returncode for process in processes] == [0, 0, 0] and min(found) > 40
 
 
 def make_tier(folder: Path, group: int = 0, *, num_blocks: int = 24) -> KVTier:

@@ -96,11 +96,11 @@ def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path
     assert Engine(loaded, block_size=5, num_blocks=600).generate(some, num_tokens) == together
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "demo"])
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2"])
 def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
     """Prompts with a beginning in common, while it is being computed, after it, and with evictions in between."""
     reference_model(name, tmp_path)
-    loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
+    loaded = Engine(tmp_path)
     [system] = prompts(1, SIZES["vocab_size"], seed=9)
     system = (system + prompts(16, SIZES["vocab_size"], seed=9)[9])[:71]
     some = [system + prompt for prompt in prompts(8, SIZES["vocab_size"])]
@@ -113,10 +113,10 @@ def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
     assert engine.scheduler.block_manager.num_evictions > 0
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "demo"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2"])
 def test_choices_of_one_prompt_are_as_if_each_were_alone(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
-    loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
+    loaded = Engine(tmp_path)
     for prompt in prompts(10, SIZES["vocab_size"])[::3]:
         alone = Engine(loaded).generate([prompt] * 4, 16, group_id="choices")
         engine = Engine(loaded, max_batched_tokens=33)

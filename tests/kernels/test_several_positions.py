@@ -108,8 +108,13 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize(("quantization", "kv_group"), [("none", 0), ("w8a8", 0), ("w4", 0), ("nf4", 0), ("none", 32), ("w8a8", 32)])
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2-moe", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "quantization", "kv_group"),
+    [
+        ("mistral-window", "none", 0), ("mistral-window", "w8a8", 32), ("mistral-window", "w4", 0), ("qwen2-moe", "none", 32), ("qwen2-moe", "w8a8", 0),
+        ("qwen2-moe", "nf4", 0), ("gemma2", "none", 0), ("gemma2", "none", 32), ("gemma2", "w8a8", 0), ("gemma2", "nf4", 0),
+    ],
+)  # fmt: skip
 def test_native_code(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     check(Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization), kv_group)
@@ -122,8 +127,13 @@ def test_a_gguf_file_whose_blocks_are_kept(kind: Kind, tmp_path: Path) -> None:
     check(Engine(open_model(str(path)), dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(("dtype", "kv_group"), [(torch.float32, 0), (torch.float32, 16), (torch.bfloat16, 0)])
-@pytest.mark.parametrize("name", ["llama2", "mistral-window", "qwen3", "qwen2-moe", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_group"),
+    [
+        ("llama2", torch.float32, 0), ("mistral-window", torch.float32, 16), ("mistral-window", torch.bfloat16, 0), ("qwen3", torch.float32, 16),
+        ("qwen2-moe", torch.bfloat16, 0), ("gemma2", torch.float32, 0), ("gemma3", torch.float32, 16), ("gemma3", torch.bfloat16, 0),
+    ],
+)  # fmt: skip
 def test_torch(name: str, dtype: torch.dtype, kv_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference_model(name, tmp_path)
     monkeypatch.setenv(VARIABLE, "torch")

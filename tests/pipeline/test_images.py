@@ -1,9 +1,12 @@
 """Images through a whole pipeline: every API, hostile files, and no byte of an answer depends on company, cache or deaths."""
 
 import base64
+import http.client
 import io
 import json
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +61,11 @@ def bytes_of(deployment: Deployment, given: dict[str, Any]) -> str:
     reply = deployment.post("/v1/chat/completions", given | {"logprobs": True, "top_logprobs": 2})
     assert reply.status_code == 200, reply.text
     return json.dumps(reply.json()["choices"])
+
+
+def figure(deployment: Deployment, name: str) -> float:
+    metrics = httpx.get(f"{deployment.url()}/metrics", trust_env=False).text
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +159,7 @@ def test_answers_depend_on_the_image_and_on_nothing_else(seeing: Deployment, fol
     rng = random.Random(2)
     computes = [name for name in seeing.processes if name.startswith("compute")]
     for turn in range(3):
-        settings = [{"max_batched_tokens": 64, "prefix_caching": False}, {"num_threads": 2}, {"kv_disk": f"{tmp_path / 'kv'},64MiB"}][turn]
+        settings = [{"max_batched_tokens": 64, "prefix_caching": False}, {"num_threads": 2, "image_cache": 4096}, {"kv_disk": f"{tmp_path / 'kv'},64MiB"}][turn]
         found: list[list[str]] = []
         asking = threading.Thread(target=lambda found=found: found.append(ask_all(seeing)))
         asking.start()
@@ -214,8 +222,8 @@ def test_encoder_stages_make_the_same_embeddings_and_may_die(seeing: Deployment)
     assert [bytes_of(seeing, question) for question in questions] == expected
     wait_until(lambda: encoded_by("encoder") == 4, description="the encoders tell of it")
     assert encoded_by("compute") == 0
-    with seeing.redis() as client:
-        client.delete(*client.keys("embeddings:*"))
+    wait_until(lambda: figure(seeing, "penstock_images_encoded_total") == 4, description="the gateway tells of it")
+    check_that_who_leaves_takes_no_image_along(seeing, encoders)
     restart_compute("compute-without")
     found: list[str] = []
     asking = threading.Thread(target=lambda: found.extend(bytes_of(seeing, question) for question in questions))
@@ -225,6 +233,27 @@ def test_encoder_stages_make_the_same_embeddings_and_may_die(seeing: Deployment)
         seeing.kill(name)
     asking.join()
     assert found == expected
+
+
+def check_that_who_leaves_takes_no_image_along(seeing: Deployment, encoders: list[str]) -> None:
+    """Two ask about one image, of which each has a file; who asked first leaves before the encoders come to it."""
+    question = body(text("See: "), image(file_of(140, 140, 90)), ignore_eos=True)
+    for name in encoders:
+        os.kill(seeing.processes[name].pid, signal.SIGSTOP)
+    found: list[str] = []
+    leaver = http.client.HTTPConnection(seeing.url().removeprefix("http://"))
+    leaver.request("POST", "/v1/chat/completions", json.dumps(question | {"stream": True}), {"Content-Type": "application/json"})
+    with seeing.redis() as client:
+        wait_until(lambda: bool(client.keys("images-wanted:*")), description="the image is asked for")
+        asking = threading.Thread(target=lambda: found.append(bytes_of(seeing, question)))
+        asking.start()
+        wait_until(lambda: len(client.keys("images:*")) == 2, description="another asks for it")
+        leaver.close()
+        wait_until(lambda: len(client.keys("images:*")) == 1, description="the first has left")
+    for name in encoders:
+        os.kill(seeing.processes[name].pid, signal.SIGCONT)
+    asking.join()
+    assert found == [bytes_of(seeing, question)]
 
 
 def test_a_request_whose_image_is_gone_says_so(seeing: Deployment) -> None:

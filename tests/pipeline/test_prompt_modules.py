@@ -56,7 +56,7 @@ def test_no_byte_depends_on_the_cache_or_on_deaths(deployment: Deployment, tmp_p
     deployment.kill(compute)
     settings = {"kv_disk": f"{tmp_path / 'kv'},64MiB", "dtype": "float32", "max_batched_tokens": 48}
     rng = random.Random(1)
-    for turn in range(3):
+    for turn in range(2):
         computes = [deployment.start("compute", f"compute-{turn}-{number}", **settings) for number in range(2)]
         deployment.wait_live(*computes)
         wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
@@ -64,7 +64,7 @@ def test_no_byte_depends_on_the_cache_or_on_deaths(deployment: Deployment, tmp_p
             found = ask_all(deployment, set_id)
             assert [text for text, _ in found] == expected
         assert all(count for _, count in found)
-        if turn:
+        if turn == 0:
             [file] = (tmp_path / "kv").iterdir()
             with file.open("r+b") as opened:
                 for _ in range(2000):

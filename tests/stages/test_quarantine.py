@@ -7,15 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
+from services.compute.admit import is_prepared
 from services.compute.cache.block_manager import BlockManager
 from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
+from shared.model.vision.images import Image, PromptImage
+from shared.wire.messages import TokenizedRequest
 from shared.wire.transport import Transport
 from tests.conftest import running_redis
 
@@ -198,7 +202,7 @@ def test_a_suspect_whose_grammar_is_compiled_holds_up_nobody(quarantine: Quarant
     """Other suspects are tried before it, and who is none runs all the time."""
     life = Life(make_scheduler("predicted", max_num_seqs=8), quarantine)
     life.scheduler.add(sequence(1))
-    quarantine.hold(sequence(11), Attempts(0, 0, has_run=True), has_grammar=True)
+    quarantine.hold(sequence(11), Attempts(0, 0, has_run=True), is_prepared=True)
     quarantine.hold(sequence(12), Attempts(1, 0, has_run=True))
     compiling = list[Sequence]()
 
@@ -235,3 +239,21 @@ def test_suspects_get_their_places_in_turn_however_full_it_is(strategy: str, qua
     apart = next(each for each in ran if {11, 12} & {*each})
     assert {*apart} <= {11, 12}
     assert {handle for each in ran for handle in each} == {*range(1, 9), 11, 12}
+
+
+def test_a_request_that_kills_while_it_is_prepared_is_a_poison_too(quarantine: Quarantine) -> None:
+    """Compute dies before any step, as of an image that the encoder can't hold."""
+    prompt = PromptImage(Image("ab", 9, 9, 9), 4, 2, 2)
+    request = TokenizedRequest("r1.0", "g", "m", SamplingParams(max_tokens=4), prompt_token_ids=np.array([3], np.int32), eos_token_ids=(1,), images=(prompt,))
+    assert is_prepared(request) and not is_prepared(replace(request, images=()))
+    told = quarantine.told([sequence(1)], has_run=True)
+    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    num_died = 0
+    while not (verdict := Quarantine(quarantine.transport).judge(["r1.0"], [0])[0]) or not verdict.is_poison:
+        life = Quarantine(quarantine.transport)
+        assert verdict is not None
+        life.hold(sequence(1), verdict, is_prepared=is_prepared(request))
+        assert life.step(lambda _: None)
+        num_died += 1
+        assert num_died < 10
+    assert num_died == 3

@@ -103,8 +103,14 @@ class ImageEncoding:
 
     def forget(self, handle: int) -> None:
         """The sequence is gone. Unknown handles are passed over."""
-        self.opening.pop(handle, None)
+        gone = self.opening.pop(handle, None)
         self._held.pop(handle, None)
+        for key in {image.image.key for image in gone.images} if gone is not None else ():
+            if not self._wanted(key):
+                if self.remote is not None:
+                    self.remote.drop(key)
+                if self._encoding is not None and self._encoding.key == key:
+                    self._encoding = None
         self._errors = {key: error for key, error in self._errors.items() if self._wanted(key)}
 
     def expired(self, now: float) -> list[Sequence]:
@@ -138,8 +144,6 @@ class ImageEncoding:
     def _take_remote(self) -> None:
         """Take what encoders have made."""
         assert self.remote is not None
-        if not self.remote.is_there:
-            self.remote.forget()
         for key, (response_id, found) in self.remote.take().items():
             if not isinstance(found, Invalid):
                 self._embeddings[key] = found.to(self.tower.device)
@@ -150,7 +154,7 @@ class ImageEncoding:
         """Ask for the images of those whose turn it is, as far as their embeddings have room: an
         encoder, if there is one, else for pixels."""
         assert self.reader is not None and self.remote is not None
-        has_encoder, is_full = self.remote.is_there, False
+        is_full = False
         for each in sorted(self.opening.values(), key=lambda each: each.order):
             missing = {image.image.key: image.image for image in each.images if image.image.key not in self._embeddings}
             if each.sequence.handle not in self._held:
@@ -162,8 +166,9 @@ class ImageEncoding:
             for key, image in missing.items():
                 if key in self._errors or key in self._asked or key in self.remote or (self._encoding is not None and self._encoding.key == key):
                     continue
-                if has_encoder:
-                    self.remote.ask(each.response_id, image)
+                if self.remote.is_there and key not in self.remote.given_up:
+                    if self.remote.num_free:
+                        self.remote.ask(each.response_id, image)
                 elif len(self._asked) + (self._encoding is not None) < READ_AHEAD:
                     self._asked[key] = each.sequence.handle
                     self.reader.ask(each.response_id, image)
@@ -182,6 +187,8 @@ class ImageEncoding:
             self._embeddings[encoding.key] = torch.cat(encoding.parts)
             self._encoding = None
             self.num_encoded += 1
+            if self.remote is not None:
+                self.remote.drop(encoding.key)
         except Exception as error:  # what the library's modules raise for the image's own shape
             self._errors[encoding.key] = Invalid(f"the image can't be encoded: {error}", status=500)
             self._encoding = None

@@ -129,4 +129,7 @@ class PixelReader:
                 inputs: dict[str, Any] | Invalid = self.process.read(response_id, image)
             except Invalid as error:
                 inputs = error
+            except Exception as error:  # no memory, no more threads: the next image may have better luck
+                log.exception("an image can't be read", image=image.key)
+                inputs = Invalid(f"the image can't be read: {type(error).__name__}", status=500)
             self.done.put(Pixels(image.key, inputs))

@@ -22,8 +22,11 @@ from shared.wire.streams import embeddings_key, wanted_images_key
 log = get_logger("penstock.compute")
 
 POLL_EVERY_S = 0.02
-AGAIN_AFTER_S = 20.0  # without an answer: the encoder that had the question is gone, or many wait
-MAX_TRIES = 6
+AHEAD = 4  # questions of this replica for each encoder
+AGAIN_AFTER_S = 60.0  # without an answer
+MAX_TRIES = 3
+WANTED_TTL_S = 600
+READ_TTL_S = 5  # of embeddings that were read: for replicas that ask for the same just now
 
 
 @dataclass(slots=True)
@@ -40,52 +43,93 @@ class RemoteEncoder:
         self.stage = stage
         self.model = stage.model
         self.fingerprint = fingerprint
+        self.given_up: set[str] = set()  # keys of images that no encoder brought
         self._asked: dict[str, Question] = {}  # by the image's key
+        self._encoders: frozenset[str] = frozenset()  # as seen last
         self._polled_at = 0.0
-
-    @property
-    def is_there(self) -> bool:
-        """Whether an encoder is alive that makes the same embeddings."""
-        return any(each.fingerprint == self.fingerprint for each in self.stage.registry.of("encoder", self.model))
 
     def __contains__(self, key: str) -> bool:
         """Whether the image was asked for, and has not come."""
         return key in self._asked
 
+    @property
+    def num_free(self) -> int:
+        """How many more images may be asked for: none, if no encoder is alive."""
+        return max(0, AHEAD * len(self._encoders) - len(self._asked))
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self._encoders)
+
     def ask(self, response_id: str, image: Image) -> None:
-        question = Question(EncodeImage(response_id, image, self.fingerprint), time.monotonic())
+        question = Question(EncodeImage(response_id, image), time.monotonic())
         self._asked[image.key] = question
         self._push([question])
+
+    def drop(self, key: str) -> None:
+        """Nobody wants the image any more. Unknown keys are passed over."""
+        self._asked.pop(key, None)
+        self.given_up.discard(key)
 
     def take(self) -> dict[str, tuple[str, Tensor | Invalid]]:
         """The answers that have come, by key: for which response, and the embeddings. Looks from time to time."""
         now = time.monotonic()
-        if not self._asked or now - self._polled_at < POLL_EVERY_S:
+        if now - self._polled_at < POLL_EVERY_S:
             return {}
         self._polled_at = now
-        keys = list(self._asked)
-        [found] = self.stage.transport.run(lambda pipe: pipe.mget([embeddings_key(self.fingerprint, key) for key in keys]))
-        came = {key: (self._asked[key].message.response_id, unpack(packed)) for key, packed in zip(keys, found, strict=True) if packed is not None}
+        has_lost_one = self._look_for_encoders()
+        if not self._asked:
+            return {}
+        came = self._read(list(self._asked.values()))
         for key in came:
             del self._asked[key]
-        late = [each for each in self._asked.values() if now - each.asked_at > AGAIN_AFTER_S]
+        late = [each for each in self._asked.values() if has_lost_one or now - each.asked_at > AGAIN_AFTER_S]
         for each in late:
             each.asked_at, each.num_tries = now, each.num_tries + 1
-        for each in [each for each in late if each.num_tries > MAX_TRIES]:
-            del self._asked[each.message.image.key]
-            came[each.message.image.key] = each.message.response_id, Invalid("no encoder could encode this image", status=500)
+        for key in [each.message.image.key for each in late if each.num_tries > MAX_TRIES]:
+            log.warning("no encoder could encode an image, encoding it here", image=key)
+            del self._asked[key]
+            self.given_up.add(key)
         self._push([each for each in late if each.num_tries <= MAX_TRIES])
         return came
 
-    def forget(self) -> None:
-        """Nobody is there to answer: what was asked for is to be encoded otherwise."""
-        self._asked.clear()
+    def _look_for_encoders(self) -> bool:
+        """Returns whether one has gone that may have had a question. Without any, what was asked for is
+        to be encoded otherwise."""
+        found = frozenset(each.replica_id for each in self.stage.registry.of("encoder", self.model) if each.fingerprint == self.fingerprint)
+        has_lost_one = bool(self._encoders - found)
+        self._encoders = found
+        if not found:
+            self._asked.clear()
+        return has_lost_one
+
+    def _read(self, questions: list[Question]) -> dict[str, tuple[str, Tensor | Invalid]]:
+        messages = [each.message for each in questions]
+        places = [embeddings_key(self.fingerprint, each.image.key) for each in messages]
+        refusals = [embeddings_key(self.fingerprint, each.image.key, each.response_id) for each in messages]
+        [found] = self.stage.transport.run(lambda pipe: pipe.mget([*places, *refusals]))
+        came: dict[str, tuple[str, Tensor | Invalid]] = {}
+        for message, embeddings, refusal in zip(messages, found, found[len(messages) :], strict=False):
+            if (packed := embeddings if embeddings is not None else refusal) is not None:
+                came[message.image.key] = message.response_id, unpack(packed)
+        if read := [place for place, packed in zip(places, found, strict=False) if packed is not None]:
+            self._shorten(read)
+        return came
+
+    def _shorten(self, places: list[str]) -> None:
+        def write(pipe: Pipeline) -> None:
+            for place in places:
+                pipe.expire(place, READ_TTL_S)
+
+        self.stage.transport.run(write)
 
     def _push(self, questions: list[Question]) -> None:
+        key = wanted_images_key(self.fingerprint)
+
         def write(pipe: Pipeline) -> None:
             for each in questions:
-                pipe.rpush(wanted_images_key(self.model), encode(each.message))
-            pipe.expire(wanted_images_key(self.model), 3600)
+                pipe.rpush(key, encode(each.message))
+            pipe.expire(key, WANTED_TTL_S)
 
         if questions:
             self.stage.transport.run(write)

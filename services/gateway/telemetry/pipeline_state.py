@@ -88,9 +88,10 @@ class PipelineState(Collector):
         yield num_tokens
         yield from self._replicas()
         compute = [replica for replica in self.replicas if replica.stage == "compute" and replica.load.steps is not None]
+        encoders = [replica for replica in self.replicas if replica.stage == "encoder"]  # which have some of compute's figures
         for kind, table in ((GaugeMetricFamily, COMPUTE_GAUGES), (CounterMetricFamily, COMPUTE_COUNTERS)):
             for key, (name, text) in table.items():
-                yield _by_replica(kind, name, text, compute, key)
+                yield _by_replica(kind, name, text, [*compute, *encoders], key)
         for (stage, key), (name, text) in OTHER_COUNTERS.items():
             yield _by_replica(CounterMetricFamily, name, text, [each for each in self.replicas if each.stage == stage], key)
         yield from _steps(compute)

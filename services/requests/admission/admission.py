@@ -57,6 +57,11 @@ RETRY_AFTER_S = 2
 FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
 UNSUBMITTED_TTL_S = 600  # of images whose gateway dies before it has submitted their requests
+# A response that is submitted a second time has given its images their time already.
+KEEP = """
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
+"""
 
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored
 # ('': nothing), their TTL in seconds, most requests, most tokens, tokens in all, gateway id, open
@@ -204,11 +209,7 @@ class Admission:
 
     async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
         """Put the files where compute finds them. If nothing is submitted then, they expire."""
-        async with self.client.pipeline(transaction=True) as pipe:
-            for digest, file in images.items():
-                pipe.hset(key, digest, file)
-            pipe.expire(key, UNSUBMITTED_TTL_S)
-            await pipe.execute()
+        await self.client.eval(KEEP, 1, key, UNSUBMITTED_TTL_S, *(part for item in images.items() for part in item))
 
     def check_memory(self, model: str) -> None:
         """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
@@ -308,6 +309,7 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     with redis_errors_as_503():
         keeps = KEPT_BYTES if record.is_background else 0
         await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, keeps, record.images)
+    record.images.clear()  # the record lives as long as its answer
 
 
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:

@@ -18,13 +18,18 @@ from shared.process.errors import Invalid
 
 TIMEOUT_S = 10.0  # of the whole
 PORTS = {"http": 80, "https": 443}
+# prefixes behind which an IPv4 address stands, whichever that is, and addresses of a site
+TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96", "fec0::/10")))
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet's."""
     found = ipaddress.ip_address(address)
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_global and not found.is_multicast
+    if isinstance(found, ipaddress.IPv6Address):
+        if any(found in network for network in TRANSLATED):
+            return False
+        found = found.ipv4_mapped or found
+    return found.is_global and not found.is_multicast
 
 
 class ImageFetcher:
@@ -56,10 +61,10 @@ class ImageFetcher:
             raise Invalid(f"images are not fetched from this host; allowed: {allowed}. Send the image itself: data:image/png;base64,...")
         address = await self._resolve(host, port or PORTS[parts.scheme])
         target = httpx.URL(url).copy_with(host=address)
-        named = host if port is None else f"{host}:{port}"
+        headers = {"Host": host if port is None else f"{host}:{port}", "Accept": "image/*", "Accept-Encoding": "identity"}
         async with (
             httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=TIMEOUT_S) as client,
-            client.stream("GET", target, headers={"Host": named, "Accept": "image/*"}, extensions={"sni_hostname": host}) as response,
+            client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as response,
         ):
             if response.status_code != 200:
                 raise Invalid(f"the image's host answered {response.status_code}; redirects are not followed")

@@ -27,8 +27,10 @@ CODE = "invalid_image"
 class ImageReader:
     """Owns the helpers."""
 
-    def __init__(self, files: FileStore, fetcher: ImageFetcher) -> None:
+    def __init__(self, files: FileStore, fetcher: ImageFetcher, max_bytes: int) -> None:
+        """max_bytes: of the images of one request."""
         self.files = files
+        self.max_bytes = max_bytes
         self.fetcher = fetcher
         self.helpers = HelperPool("services.requests.images.worker", "reading images", max_of_tenant=MAX_OF_TENANT, wait_s=WAIT_S)
         self._known: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by digest, the last used last
@@ -48,6 +50,8 @@ class ImageReader:
             except Invalid as error:
                 raise Invalid(str(error), param=f"messages[{number}].content{each.place}", code=error.code or CODE, status=error.status) from None
             files[image.digest] = data
+            if sum(map(len, files.values())) > self.max_bytes:
+                raise Invalid(f"the images of one request have at most {self.max_bytes >> 20} MiB", param="messages", code="request_exceeds_limit")
         return tuple(with_images(message, number, images) for number, message in enumerate(messages)), files
 
     async def _file(self, given: GivenImage, tenant_id: str) -> bytes:
@@ -77,6 +81,7 @@ class ImageReader:
             self._known[digest] = answer
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
+        self._known.move_to_end(digest)
         width, height = self._known[digest]
         return Image(digest, width, height, len(data), given.is_low)
 
