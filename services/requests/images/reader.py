@@ -17,6 +17,7 @@ from shared.process.errors import Invalid
 from shared.wire.images import ContentPart
 from shared.wire.messages import ChatMessage
 
+READ_TIMEOUT_S = 120.0  # of all images of a request
 CHECK_TIMEOUT_S = 10.0  # of one image; a camera's takes a quarter of a second
 MAX_OF_TENANT = 256  # images of one tenant that wait
 WAIT_S = 30.0
@@ -38,6 +39,13 @@ class ImageReader:
     async def read(self, messages: Sequence[Message], tenant_id: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
         """The messages of the pipeline, and the images' files by digest. Raises Invalid (400), which
         names the part; Rejected (429, 503) where others wait already."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await self._read(messages, tenant_id)
+        except TimeoutError:
+            raise Invalid(f"the images take more than {READ_TIMEOUT_S:g} s to fetch and read", param="messages", code=CODE) from None
+
+    async def _read(self, messages: Sequence[Message], tenant_id: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
         given = [(number, each) for number, message in enumerate(messages) if isinstance(message.content, Content) for each in message.content.images]
         if len(given) > MAX_IMAGES:
             raise Invalid(f"at most {MAX_IMAGES} images in one request, got {len(given)}", param="messages")
