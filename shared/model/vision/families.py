@@ -164,8 +164,8 @@ def _num_patches(config: Config) -> tuple[int, int, int]:
     vision = config["vision_config"]
     size, patch = int(vision.get("image_size", 224)), int(vision.get("patch_size", 32))
     has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
-    own = int(has_class and config.get("vision_feature_select_strategy", "default") == "full")
-    return size, size // patch, (size // patch) ** 2 + own
+    drops_first = config.get("vision_feature_select_strategy", "default") == "default"  # of any tower, be it a class's token or not
+    return size, size // patch, (size // patch) ** 2 + has_class - drops_first
 
 
 def _llava(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
