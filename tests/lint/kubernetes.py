@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from shared.process.settings import ComputeSettings, GatewaySettings, JobsSettings, SamplerSettings, StageSettings, TokenizerSettings
+from shared.process.settings import ComputeSettings, EncoderSettings, GatewaySettings, JobsSettings, SamplerSettings, StageSettings, TokenizerSettings
 from shared.wire.streams import prompts, requests
 from tests.lint.compose import COMPOSE
 from tests.lint.problem import ROOT, Problem, line_of
@@ -16,6 +16,7 @@ FOLDER = ROOT / "deploy/kubernetes"
 NAME = "app.kubernetes.io/name"
 SETTINGS: dict[str, type[StageSettings]] = {
     "gateway": GatewaySettings, "tokenizer": TokenizerSettings, "compute": ComputeSettings, "sampler": SamplerSettings, "jobs": JobsSettings,
+    "encoder": EncoderSettings,
 }  # fmt: skip
 OTHERS = {"HF_HOME", "TRITON_CACHE_DIR", "OTEL_EXPORTER_OTLP_ENDPOINT"}  # variables of the libraries'
 
