@@ -122,7 +122,7 @@ def test_a_system_prompt_and_a_conversation_are_the_chat_s(demo: Deployment, cli
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"messages\[0\]\.content\[0\]\.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, r"messages\[0\]\.content\[0\]\.source\.type"),
         ({"extra_body": {"temperature": 1000}}, "temperature"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"extra_body": {"stop_sequences": 5}}, "stop_sequences"),

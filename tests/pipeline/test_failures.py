@@ -284,7 +284,7 @@ def test_odd_http_gets_the_error_shape(demo: Deployment) -> None:
     assert not_json.status_code == 400 and "not JSON" in not_json.json()["error"]["message"]
     assert httpx.get(url, trust_env=False).json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(demo.url() + "/nope", trust_env=False).status_code == 404
-    too_long = httpx.post(url, content=b"x" * (9 << 20), headers={"Content-Type": "application/json"}, trust_env=False)
+    too_long = httpx.post(url, content=b"x" * (33 << 20), headers={"Content-Type": "application/json"}, trust_env=False)
     assert too_long.status_code == 413 and "longer than" in too_long.json()["error"]["message"]
 
 

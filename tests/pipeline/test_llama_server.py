@@ -147,7 +147,7 @@ CHECKS = [
     Check("an input that is none", "/v1/embeddings", {"input": {"content": "string"}}, lambda it, _: it["error"]["param"] == "input", 400),
     Check("an empty list of inputs", "/v1/embeddings", {"input": []}, lambda it, _: "empty" in it["error"]["message"], 400),
     Check("an image among the inputs", "/v1/embeddings", {"input": {"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}},
-          lambda it, _: "text only" in it["error"]["message"], 400),
+          lambda it, _: "images can't be understood here" in it["error"]["message"], 400),
     # reranking
     Check("/rerank", "/rerank", RERANK,
           lambda it, _: [each["relevance_score"] for each in it["results"]] == sorted((each["relevance_score"] for each in it["results"]), reverse=True)),
@@ -199,7 +199,7 @@ REFUSED = [
     Refusal("LoRA adapters", "/completion", COMPLETION | {"lora": [{"id": 0, "scale": 0.5}]}, 400, lambda it: it["error"]["param"] == "lora"),
     Refusal("`POST /slots/{id}`", "/slots/0?action=erase", {}, 501, lambda it: is_error(it, 501, "not_supported_error")),
     Refusal("`POST /props`", "/props", {}, 405, lambda it: it["error"]["code"] == 405),
-    Refusal("images and audio", "/completion", COMPLETION | {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, 400,
+    Refusal("`multimodal_data`", "/completion", COMPLETION | {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, 400,
             lambda it: it["error"]["param"] == "prompt.multimodal_data"),
     Refusal("`embd_normalize` other than 2 and -1", "/embedding", {"content": "a", "embd_normalize": 1}, 400,
             lambda it: it["error"]["param"] == "embd_normalize"),

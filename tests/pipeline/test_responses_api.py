@@ -217,7 +217,8 @@ def test_a_seed_makes_the_same_answer(client: openai.OpenAI) -> None:
     [
         ({"input": []}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input"),
         ({"temperature": 1000}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

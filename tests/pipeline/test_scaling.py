@@ -9,7 +9,7 @@ from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all
 from tests.waiting import wait_until
 
-NUM_STREAMS, FEW_STREAMS, NUM_TOKENS = 32, 8, 100
+NUM_STREAMS, FEW_STREAMS, NUM_TOKENS = 24, 8, 70
 
 
 def test_replicas_that_leave_join_and_are_killed_in_the_middle_of_streams_move_no_token(deployment: Deployment) -> None:

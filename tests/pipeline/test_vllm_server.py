@@ -261,8 +261,8 @@ CHECKS = [
 REFUSED = [
     Refusal("`prompt_embeds`", OF_TEXT, COMPLETION | {"prompt_embeds": "x"}, 400, lambda it: is_error(it, "prompt_embeds")),
     Refusal("`suffix`", OF_TEXT, COMPLETION | {"suffix": "x"}, 400, lambda it: is_error(it, "suffix")),
-    Refusal("images and audio", OF_CHAT,
-            CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, 400,
+    Refusal("audio", OF_CHAT,
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]}, 400,
             lambda it: it["error"]["param"] == "messages[0].content[0].type"),
     *(Refusal("`thinking_token_budget`, `repetition_detection`, `logprob_token_ids`", OF_CHAT, CHAT | {name: value}, 400,
               lambda it, name=name: is_error(it, name))

@@ -60,7 +60,7 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "pad_token_id": _token_id(head, "padding"),
     }
     sections = head.metadata.get(prefix + "rope.dimension_sections")
-    if isinstance(sections, list) and any(sections[:3]):  # positions in time, down and across
+    if prefix == "qwen2vl." and isinstance(sections, list) and any(sections[:3]):  # positions in time, down and across
         config["rope_parameters"] = config["rope_parameters"] | {"mrope_section": sections[:3]}
     return config | family.extra(head, prefix)
 
