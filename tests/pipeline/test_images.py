@@ -185,6 +185,11 @@ def test_hostile_images_are_one_error_each(seeing: Deployment) -> None:
         error = reply.json()["error"]
         assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_image", "messages[0].content[1].image_url"), reply.text
         assert words in error["message"], error
+    empty = httpx.post(f"{seeing.url()}/v1/files", files={"file": ("a.png", b"")}, data={"purpose": "vision"}, trust_env=False).json()
+    reply = seeing.post("/v1/chat/completions", body({"type": "image_url", "image_url": {"file_id": empty["id"]}}))
+    assert reply.status_code == 400 and "empty" in reply.json()["error"]["message"]
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.encodebytes(plain).decode().replace("+", "%2B")}}
+    assert answer_of(seeing, body(text("x"), broken)) == answer_of(seeing, body(text("x"), image(plain))), "lines, and what URLs escape"
     polyglot = plain + b"PK\x03\x04 and a zip behind it"
     assert answer_of(seeing, body(text("x"), image(polyglot)))
     for parts, words in [

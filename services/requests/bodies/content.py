@@ -4,6 +4,7 @@ import base64
 import binascii
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from services.requests.bodies.fields import MAX_PARTS, OF_PARTS, at, kind_of, shortened, text_of
 from services.requests.bodies.ignored import tell_others
@@ -110,7 +111,7 @@ def read_image(part: dict[str, Any], path: str) -> GivenImage:
     if given_text[:5].lower() == "data:":
         return GivenImage(place, data=read_data_url(given_text, place), is_low=is_low)
     if len(given_text) > MAX_URL:
-        raise at(place, f"a URL that is not the image itself (data:image/...) has at most {MAX_URL} characters, got {len(given_text)}")
+        raise at(place, f"an image in base64 begins with data:image/png;base64, (or jpeg, webp, gif); another URL has at most {MAX_URL} characters")
     return GivenImage(place, url=given_text, is_low=is_low)
 
 
@@ -119,13 +120,13 @@ def read_data_url(url: str, place: str) -> bytes:
     head, comma, encoded = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise at(place, "a data URL of an image is data:image/png;base64,... (or jpeg, webp, gif)")
-    return read_base64(encoded, place)
+    return read_base64(unquote(encoded) if "%" in encoded else encoded, place)
 
 
 def read_base64(encoded: str, place: str) -> bytes:
-    """The bytes of an image's file."""
+    """The bytes of an image's file. There may be line breaks, as `base64` writes them."""
     try:
-        data = base64.b64decode(encoded, validate=True)
+        data = base64.b64decode("".join(encoded.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise at(place, f"the image is not valid base64: {error}") from None
     if not data:

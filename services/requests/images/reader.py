@@ -75,6 +75,8 @@ class ImageReader:
 
     async def _image(self, given: GivenImage, data: bytes, tenant_id: str) -> Image:
         """Raises Invalid for what is no image within bounds."""
+        if not data:
+            raise Invalid("the image is empty")
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         if digest not in self._known:
             try:

@@ -13,6 +13,7 @@ from shared.process.errors import Invalid
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 50_000_000  # of an image; a camera's has half of that
 MAX_BYTES = 20 << 20  # of its file
+Pillow.MAX_IMAGE_PIXELS = None  # ours is the bound, and is checked before anything is decoded
 
 
 def open_image(data: bytes) -> Any:
