@@ -132,6 +132,13 @@ def reason_of(error: BaseException) -> str:
     return reason.strip("(),'\"") if mark else reason
 
 
+def refusal_of(error: BaseException) -> str:
+    """The line for one of DENIED, with what to do about it."""
+    wants_password = "already authenticated" in str(error) or "NOAUTH" in str(error)
+    hint = ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's redis-password" if wants_password else ""
+    return f"Redis refuses: {reason_of(error)}{hint}"
+
+
 def without_command(error: BaseException) -> BaseException:
     """The error, without the command from now on: also a traceback shows no more than its
     reason."""

@@ -24,7 +24,7 @@ from shared.process.settings import StageSettings
 from shared.process.telemetry import get_logger, setup_logging
 from shared.process.tracing import open_tracer
 from shared.wire.entries import RELEASED_MS
-from shared.wire.line import DENIED, Pipeline, reason_of
+from shared.wire.line import DENIED, Pipeline, refusal_of
 from shared.wire.load import Load
 from shared.wire.registry import LEASE_S, Heartbeat, Registry
 from shared.wire.replica import Replica
@@ -162,9 +162,7 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
         sys.stderr.write(f"penstock: {error}\n")
         sys.exit(2)
     except DENIED as error:
-        wants_password = "already authenticated" in str(error) or "NOAUTH" in str(error)
-        hint = ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's redis-password" if wants_password else ""
-        sys.stderr.write(f"penstock: Redis refuses: {reason_of(error)}{hint}\n")
+        sys.stderr.write(f"penstock: {refusal_of(error)}\n")
         sys.exit(1)
     except (Recoverable, KeyboardInterrupt):
         log.warning("stopped in the middle of something; its work will be claimed by another")

@@ -20,7 +20,7 @@ from redis.retry import Retry
 
 from shared.process.errors import Recoverable, StartupError
 from shared.process.telemetry import get_logger
-from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of
+from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of, refusal_of
 
 log = get_logger("penstock.transport")
 
@@ -156,7 +156,7 @@ class Transport:
                 return
             except (redis.RedisError, OSError) as error:
                 if not is_temporary(error):
-                    raise StartupError(f"Redis refuses: {error}") from None
+                    raise StartupError(refusal_of(error)) from None
                 if time.monotonic() > deadline:
                     raise StartupError(f"Redis does not answer: {error}") from None
                 time.sleep(FIRST_RETRY_S)
