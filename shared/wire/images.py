@@ -15,7 +15,7 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class EncodeImage:
-    """An image of a response is to be made embeddings."""
+    """Asks an encoder for the embeddings of an image."""
 
     response_id: str  # of which the image's file is
     image: Image

@@ -162,7 +162,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch
     yield path, windows_of("\n".join(lines[1::2]))
 
 
-@pytest.mark.parametrize(("quantization", "bound"), [("w4", 0.7), ("w8a8", 1.1)])
+@pytest.mark.parametrize(("quantization", "bound"), [("w4", 0.7), ("nf4", 0.8), ("w8a8", 1.1)])
 def test_a_calibrated_checkpoint_loads_serves_and_is_nearer(
     quantization: str, bound: float, talk: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

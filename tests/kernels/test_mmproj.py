@@ -8,12 +8,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from services.compute.images.tower import load_tower
-from shared.model.files import read_vision
+from shared.model.files import open_model, read_vision
 from shared.model.gguf.checkpoint import unpack_vision
 from shared.model.gguf.vision import find_mmproj
 from shared.process.errors import StartupError
+from tests.kernels.gguf_files import Writer
+from tests.kernels.test_gguf import WIDE, random_model
 from tests.kernels.test_vision import pixels_of
 from tests.kernels.vision_models import CONFIGS, PROCESSORS, family_of, write_vision_model
 
@@ -127,3 +130,11 @@ def test_what_is_wrong_with_an_mmproj_file_is_one_line(tmp_path: Path, monkeypat
     with pytest.raises(StartupError, match="'pixtral' is not supported; these are: gemma3"):
         unpack_vision(path, 64)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "smolvlm"
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF and then nothing"])
+def test_beside_an_mmproj_file_that_can_t_be_used_a_model_reads_text_only(content: bytes, tmp_path: Path) -> None:
+    path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(gguf.GGMLQuantizationType.Q8_0)
+    (tmp_path / "mmproj-model.gguf").write_bytes(content)
+    files = open_model(str(path))
+    assert files.vision is None and files.mmproj is None and open_model(str(tmp_path)).weights == path

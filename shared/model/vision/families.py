@@ -160,7 +160,7 @@ def _tiled(config: Config, processor: Config) -> Tiled:
 
 
 def _num_patches(config: Config) -> tuple[int, int, int]:
-    """Read of the vision tower: pixels of a side, patches of it, and tokens of an image."""
+    """The vision tower's pixels a side, its patches a side, and the tokens of an image."""
     vision = config["vision_config"]
     size, patch = int(vision.get("image_size", 224)), int(vision.get("patch_size", 32))
     has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
