@@ -20,7 +20,7 @@ from services.compute.fingerprint import fingerprint, vision_fingerprint
 from services.compute.images.encoding import ImageEncoding
 from services.compute.images.tower import VisionTower, load_tower
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
-from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
+from services.compute.models.architectures import is_native, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
@@ -33,6 +33,7 @@ from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
+from shared.model.vision.families import Dynamic
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings, EncoderSettings, split_place
 from shared.process.telemetry import get_logger
@@ -101,7 +102,7 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     """Whether our own executor runs the model, rather than transformers' modules."""
     if settings.model_impl != "auto":
         return settings.model_impl == "native"
-    return architecture_of(files.config) in ARCHITECTURES
+    return is_native(files.config)
 
 
 def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:
@@ -197,8 +198,11 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
 
 
 def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> ImageEncoding | None:
-    """The part of the model that sees, where our own executor runs the rest. Raises StartupError."""
-    if files.vision is None or files.vision_folder is None or not isinstance(model, Decoder):
+    """The part of the model that sees. Raises StartupError."""
+    if files.vision is None or files.vision_folder is None:
+        return None
+    if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
+        log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
         return None
     if (least := files.vision.num_whole + settings.max_num_seqs) > settings.max_batched_tokens and files.vision.num_whole:
         reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"

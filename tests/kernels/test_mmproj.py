@@ -30,7 +30,24 @@ SIGLIP = {
 QWEN = {"attn.proj": "attn_out", "norm1": "ln1", "norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "mlp.gate_proj": "ffn_gate"} | {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "merger.ln_q": "v.post_ln", "merger.mlp.0": "mm.0", "merger.mlp.2": "mm.2",
 }  # fmt: skip
-PROJECTORS = {"smolvlm": "idefics3", "gemma3": "gemma3", "qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger"}
+PIXTRAL = {
+    "vision_tower.patch_conv": "v.patch_embd", "vision_tower.ln_pre": "v.pre_ln", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v", "attention.o_proj": "attn_out", "attention_norm": "ln1", "ffn_norm": "ln2", "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down", "multi_modal_projector.norm": "mm.input_norm",
+    "patch_merger.merging_layer": "mm.patch_merger", "multi_modal_projector.linear_1": "mm.1", "multi_modal_projector.linear_2": "mm.2",
+}  # fmt: skip
+INTERNVL = {
+    "vision_tower.embeddings": "v", "patch_embeddings.projection": "v.patch_embd", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v", "attention.projection_layer": "attn_out", "layernorm_before": "ln1", "layernorm_after": "ln2", "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down", "multi_modal_projector.layer_norm": "mm.model.mlp.0", "multi_modal_projector.linear_1": "mm.model.mlp.1",
+    "multi_modal_projector.linear_2": "mm.model.mlp.3",
+}  # fmt: skip
+NAMES = {"mistral3": PIXTRAL, "pixtral": PIXTRAL, "internvl": INTERNVL}
+UNNAMED = {"cls_token": "v.class_embd", "position_embeddings": "v.position_embd.weight", "lambda_1": "ls1.weight", "lambda_2": "ls2.weight"}
+PROJECTORS = {
+    "mistral3": "pixtral", "pixtral": "pixtral", "internvl": "internvl", "smolvlm": "idefics3", "gemma3": "gemma3", "qwen2_vl": "qwen2vl_merger",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+}  # fmt: skip
 
 
 def write_mmproj(name: str, reference: Any, path: Path, *, f16: bool = False, leave_out: str = "", hidden: int = 64) -> None:
@@ -44,7 +61,7 @@ def write_mmproj(name: str, reference: Any, path: Path, *, f16: bool = False, le
     for tensor_name, tensor in reference.model.state_dict().items():
         if any(part in tensor_name for part in ("language_model", "text_model", "vision_tower.head")):
             continue
-        for new_name, values in renamed(tensor_name, tensor.float().numpy()):
+        for new_name, values in renamed(name, tensor_name, tensor.float().numpy()):
             if new_name != leave_out:
                 is_matrix = f16 and values.ndim > 1 and "embd" not in new_name
                 writer.add_tensor(new_name, values.astype(np.float16 if is_matrix else np.float32))
@@ -56,8 +73,9 @@ def write_mmproj(name: str, reference: Any, path: Path, *, f16: bool = False, le
 
 def numbers_of(name: str, hidden: int) -> dict[str, int]:
     vision, processor = CONFIGS[name]["vision_config"], PROCESSORS[name]
+    sizes = {key: value[0] if isinstance(value, list) else value for key, value in vision.items()}  # of a square
     numbers = {
-        "projection_dim": hidden, "image_size": vision.get("image_size", 560), "patch_size": vision["patch_size"],
+        "projection_dim": hidden, "image_size": sizes.get("image_size", 560), "patch_size": sizes["patch_size"],
         "embedding_length": vision.get("embed_dim", vision["hidden_size"]), "feed_forward_length": vision.get("intermediate_size", 64),
         "block_count": vision.get("num_hidden_layers", vision.get("depth")), "attention.head_count": vision.get("num_attention_heads", vision.get("num_heads")),
     }  # fmt: skip
@@ -65,6 +83,10 @@ def numbers_of(name: str, hidden: int) -> dict[str, int]:
         numbers |= {"projector.scale_factor": 4, "preproc_image_size": 256}
     if name == "gemma3":
         numbers["projector.scale_factor"] = 2
+    if name == "mistral3":
+        numbers["spatial_merge_size"] = 2
+    if name == "internvl":
+        numbers |= {"projector.scale_factor": 2, "preproc_max_tiles": 6}
     if name == "qwen2_5_vl":
         numbers |= {"n_wa_pattern": 2, "window_size": 56}
     if name.startswith("qwen"):
@@ -72,7 +94,7 @@ def numbers_of(name: str, hidden: int) -> dict[str, int]:
     return numbers
 
 
-def renamed(name: str, values: Any) -> list[tuple[str, Any]]:
+def renamed(family: str, name: str, values: Any) -> list[tuple[str, Any]]:
     stem, _, kind = name.rpartition(".")
     if "mm_input_projection_weight" in name:
         return [("mm.input_projection.weight", values)]
@@ -83,10 +105,14 @@ def renamed(name: str, values: Any) -> list[tuple[str, Any]]:
     if "patch_embed.proj" in name:
         return [("v.patch_embd.weight", values[:, :, 0]), ("v.patch_embd.weight.1", values[:, :, 1])]
     parts = stem.split(".")
-    number = next((part for part in parts if part.isdigit() and parts[parts.index(part) - 1] in ("layers", "blocks")), None)
+    number = next((part for part in parts if part.isdigit() and parts[parts.index(part) - 1] in ("layers", "blocks", "layer")), None)
     if ".qkv" in stem:
         return [(f"v.blk.{number}.attn_{which}.{kind}", part) for which, part in zip("qkv", np.split(values, 3), strict=True)]
-    [new] = {value for key, value in (SIGLIP | QWEN).items() if stem.endswith("." + key) or stem == key}
+    if kind in UNNAMED:
+        return [(f"v.blk.{number}.{UNNAMED[kind]}" if number is not None else UNNAMED[kind], values.squeeze())]
+    if family in ("mistral3", "pixtral") and stem.endswith(("q_proj", "k_proj")):  # pairs to rotate are neighbours
+        values = values.reshape(2, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    [new] = {value for key, value in NAMES.get(family, SIGLIP | QWEN).items() if stem.endswith("." + key) or stem == key}
     return [(f"v.blk.{number}.{new}.{kind}" if number is not None else f"{new}.{kind}", values)]
 
 
@@ -122,12 +148,12 @@ def test_what_is_wrong_with_an_mmproj_file_is_one_line(tmp_path: Path, monkeypat
     with pytest.raises(StartupError, match="holds 2 mmproj files"):
         find_mmproj(tmp_path / "model.gguf")
     writer = gguf.GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", "pixtral")
+    writer.add_string("clip.projector_type", "mlp")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(StartupError, match="'pixtral' is not supported; these are: gemma3"):
+    with pytest.raises(StartupError, match="'mlp' is not supported; these are: gemma3"):
         unpack_vision(path, 64)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "smolvlm"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pillow
-from transformers import AutoImageProcessor, LlavaNextProcessor, SmolVLMProcessor
+from transformers import AutoImageProcessor, AyaVisionProcessor, InternVLProcessor, LlavaNextProcessor, SmolVLMProcessor
 
 from shared.model.vision.families import read_family
 from shared.model.vision.images import FIRST_NAME, Image, PromptImage, names_of, place_images
@@ -23,9 +23,10 @@ LOADED: dict[str, tuple[VisionFamily, Any]] = {}
 
 
 def loaded(name: str, folder: Path, processor: dict[str, Any] | None = None) -> tuple[VisionFamily, Any]:
-    (folder / "config.json").write_text(json.dumps({"model_type": name, **CONFIGS[name]}))
+    config = {"model_type": name, **CONFIGS[name]}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor or PROCESSORS[name]))
-    family = read_family({"model_type": name, **CONFIGS[name]}, processor or PROCESSORS[name])
+    family = read_family(config, processor or PROCESSORS[name])
     assert family is not None
     return family, AutoImageProcessor.from_pretrained(folder, backend="pil")
 
@@ -76,6 +77,38 @@ def test_rows_and_columns(name: str, folder: Path, width: int, height: int, is_l
     [grid] = processed(processor, width, height, family.processing(is_low=is_low))["image_grid_thw"].tolist()
     assert [1, 2 * shape.num_rows, 2 * shape.num_columns] == grid
     assert shape.num_tokens == shape.num_rows * shape.num_columns == shape.text.count("<|image_pad|>")
+
+
+@pytest.mark.parametrize("name", ["aya_vision", "internvl"])
+@given(width=SIDES, height=SIDES, is_low=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_arrangements_of_tiles(name: str, folder: Path, width: int, height: int, is_low: bool) -> None:
+    family, processor = LOADED.setdefault(name, loaded(name, folder))
+    shape = family.shape(width, height, is_low=is_low)
+    found = processed(processor, width, height, family.processing(is_low=is_low))
+    assert shape.num_tokens == 16 * len(found["pixel_values"]) == shape.text.count(family.placeholder)
+    own = SimpleNamespace(
+        start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=16, img_size=64, patch_size=16,
+        start_of_img_token="<|START_OF_IMG|>", end_of_img_token="<|END_OF_IMG|>", img_patch_token="<|IMG_PATCH|>", tile_token="TILE",
+        tile_global_token="TILE_GLOBAL",
+    )  # fmt: skip
+    made = (AyaVisionProcessor if name == "aya_vision" else InternVLProcessor).replace_image_token(own, found, 0)
+    assert shape.text == made
+
+
+@pytest.mark.parametrize("name", ["mistral3", "pixtral"])
+@given(width=SIDES, height=SIDES, is_low=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_rows(name: str, folder: Path, width: int, height: int, is_low: bool) -> None:
+    family, processor = LOADED.setdefault(name, loaded(name, folder))
+    if max(width, height) > 128 * min(width, height):
+        with pytest.raises(Invalid, match="too narrow"):
+            family.shape(width, height, is_low=is_low)
+        return
+    shape = family.shape(width, height, is_low=is_low)
+    _, _, down, across = processed(processor, width, height, family.processing(is_low=is_low))["pixel_values"].shape
+    lines = shape.text.removesuffix("[IMG_END]").split("[IMG_BREAK]")
+    assert lines == ["[IMG]" * (across // 16)] * (down // 16) and shape.num_tokens == len(lines) * (across // 16)
 
 
 @given(width=st.integers(1, 3000), height=st.integers(1, 3000))

@@ -53,6 +53,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},
     },
 }  # fmt: skip
+MISTRAL = {"model_type": "mistral", "head_dim": 32, "sliding_window": None, **SHAPE}
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 128, "patch_size": 8,
+}  # fmt: skip
+CONFIGS |= {
+    "mistral3": {"image_token_id": IMAGE_TOKEN, "spatial_merge_size": 2, "text_config": MISTRAL, "vision_config": PIXTRAL},
+    "pixtral": {
+        "model_type": "llava", "image_token_id": IMAGE_TOKEN, "text_config": MISTRAL, "vision_config": PIXTRAL | {"patch_size": 16},
+        "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
+    },
+    "internvl": {
+        "image_token_id": IMAGE_TOKEN, "downsample_ratio": 0.5, "text_config": {"model_type": "qwen2", **SHAPE},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": [64, 64], "patch_size": [8, 8],
+        },
+    },
+    "aya_vision": {
+        "image_token_id": IMAGE_TOKEN, "downsample_factor": 2, "alignment_intermediate_size": 64,
+        "text_config": {"model_type": "cohere2", "head_dim": 32, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], **SHAPE},
+        "vision_config": {"model_type": "siglip_vision_model", **SIGLIP},
+    },
+}  # fmt: skip
 NORMALIZED = {"do_normalize": True, "do_rescale": True, "do_resize": True, "do_convert_rgb": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TILED = {**NORMALIZED, "do_image_splitting": True, "do_pad": True, "max_image_size": {"longest_edge": 64}, "size": {"longest_edge": 256}, "resample": 1}
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -68,6 +90,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl": {"image_processor_type": "Qwen2VLImageProcessor", **NORMALIZED, "min_pixels": 3136, "max_pixels": 50176, "patch_size": 14, "merge_size": 2},
     "qwen2_5_vl": {"image_processor_type": "Qwen2VLImageProcessor", **NORMALIZED, "min_pixels": 3136, "max_pixels": 50176, "patch_size": 14, "merge_size": 2},
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", **NORMALIZED, "size": {"longest_edge": 128}, "patch_size": 16, "resample": 3},
+    "pixtral": {"image_processor_type": "PixtralImageProcessor", **NORMALIZED, "size": {"longest_edge": 128}, "patch_size": 16, "resample": 3},
+    "internvl": {"image_processor_type": "GotOcr2ImageProcessor", **NORMALIZED, "size": {"height": 64, "width": 64}, "max_patches": 6, "resample": 3},
+    "aya_vision": {"image_processor_type": "GotOcr2ImageProcessor", **NORMALIZED, "size": {"height": 64, "width": 64}, "max_patches": 6, "resample": 3},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", **NORMALIZED, "size": {"height": 64, "width": 64}, "resample": 2},
 }  # fmt: skip
 
@@ -75,7 +101,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 def write_vision_model(name: str, folder: Path) -> Any:
     """A checkpoint of the family in the folder, and the library's model of it, in float32."""
     torch.manual_seed(1)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **CONFIGS[name]), dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**{"model_type": name, **CONFIGS[name]}), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.15 if parameter.dim() > 1 else parameter + torch.randn_like(parameter) * 0.05)

@@ -35,6 +35,9 @@ class VisionTower:
         if pixels.dim() == 5 and not others:  # [1, tiles, 3, height, width], each tile by itself
             for number in range(pixels.shape[1]):
                 yield {"pixel_values": pixels[:, number : number + 1]}
+        elif pixels.dim() == 4 and not others:  # [tiles, 3, height, width], the same
+            for number in range(len(pixels)):
+                yield {"pixel_values": pixels[number : number + 1]}
         else:
             yield {"pixel_values": pixels, **others}
 

@@ -262,9 +262,16 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
 def _llava(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of a model that sees: one of other families, as its model_type says."""
     kind = str(config.get("model_type", "llama"))
-    if kind not in TEXTS:
+    if kind not in TEXTS:  # asked for with --model-impl native
         raise StartupError(f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}")
     return TEXTS[kind](config, max_model_len)
+
+
+def is_native(config: Config) -> bool:
+    """Whether an architecture here is the model's. config: a parsed config.json, of a model that sees its
+    text's part."""
+    reader = ARCHITECTURES.get(architecture_of(config))
+    return reader is not None and (reader is not _llava or config.get("model_type", "llama") in TEXTS)
 
 
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
@@ -354,10 +361,12 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "GraniteForCausalLM": _granite,
     "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
+    "InternVLForConditionalGeneration": _llava,
     "LlamaForCausalLM": _llama,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava,
     "MinistralForCausalLM": _ministral,
+    "Mistral3ForConditionalGeneration": _llava,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,

@@ -39,6 +39,8 @@ from shared.process.errors import StartupError
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LoadModules = Callable[[Any, str], Any]  # of (transformers' config, its name of the attention): an AutoModelForCausalLM
+# names of a text's part in the checkpoint of a model that sees: those of the text alone
+TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?(language|text)_model\.(model\.)?": "model."}
 CACHE_NAMES = ("cache", "past_key_values")  # of forward's parameter: since transformers 5.24, and before
 
 
@@ -102,7 +104,7 @@ class TransformersModel:
             return torch.cat([self._run_alone(batch, group, layers) for group in plan])
         token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers))
         try:
-            return self._call(batch.input_ids, batch.positions, PassingCache(), batch.logit_rows)
+            return self._call(batch, slice(None), PassingCache(), batch.logit_rows)
         finally:
             current_step.reset(token)
 
@@ -120,17 +122,23 @@ class TransformersModel:
         rows = slice(first, end)
         cache = SequenceCache(layers, group.block_tables[0], batch.slot_mapping[rows], int(group.positions[0, 0]))
         wanted = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < end)] - first
-        return self._call(batch.input_ids[rows], batch.positions[rows], cache, wanted)
+        return self._call(batch, rows, cache, wanted)
 
-    def _call(self, input_ids: Tensor, positions: Tensor, cache: PassingCache, rows: Tensor) -> Tensor:
-        """Logits of the rows, [R, vocab] float32."""
+    def _call(self, batch: ForwardBatch, tokens: slice, cache: PassingCache, rows: Tensor) -> Tensor:
+        """Logits of some rows of these tokens, [R, vocab] float32."""
+        input_ids = batch.input_ids[tokens]
+        inputs: dict[str, Any] = {"input_ids": input_ids[None]}
+        if batch.overlay is not None:
+            x = self.model.get_input_embeddings()(batch.input_ids)
+            x[batch.overlay.rows] = batch.overlay.values
+            inputs = {"inputs_embeds": x[tokens][None]}
         wanted: dict[str, Any] = {
-            "position_ids": positions[None],
+            "position_ids": batch.positions[tokens][None],
             "attention_mask": None if self.is_ragged else torch.ones((1, cache.get_seq_length() + len(input_ids)), dtype=torch.int64, device=rows.device),
             "logits_to_keep": rows,
         }
         terms = {name: value for name, value in wanted.items() if name in self.parameters}
-        logits: Tensor = self.model(input_ids=input_ids[None], use_cache=True, **{cache_name(self.parameters): cache}, **terms).logits[0]
+        logits: Tensor = self.model(**inputs, use_cache=True, **{cache_name(self.parameters): cache}, **terms).logits[0]
         has_kept = "logits_to_keep" in self.parameters
         self._head_inputs[-1] = self._head_inputs[-1][0] if has_kept else self._head_inputs[-1][0, rows]
         return (logits if has_kept else logits[rows]).float()
@@ -148,7 +156,7 @@ def load_transformers_model(folder: Path, backend: Backend, max_model_len: int |
         raise StartupError(f"{name} keeps other state than keys and values, which the paged KV cache can't hold")
     check_rope(config, max_model_len)
     ways = (ATTENTION, "eager") if model_class._supports_attention_backend else ("eager",)
-    model = load_modules(folder, backend.dtype, backend.device, ways[0]) if load is None else load(config, ways[0])
+    model = load_modules(folder, config, backend.dtype, backend.device, ways[0]) if load is None else load(config, ways[0])
     reasons: list[str] = []
     for attention in ways:
         model.set_attn_implementation(attention)
@@ -160,8 +168,8 @@ def load_transformers_model(folder: Path, backend: Backend, max_model_len: int |
 
 
 def read_library_config(folder: Path) -> tuple[Any, Any]:
-    """The library's config, and the class of the model. Raises StartupError for what is no language
-    model of the library's own."""
+    """The library's config, and the class of the model: of its text's part, if it sees. Raises
+    StartupError for what is no language model of the library's own."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # ValueError, KeyError, OSError, those of dataclasses: whatever config.json leads to
@@ -172,19 +180,25 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
     if getattr(config, "quantization_config", None):
         raise StartupError("this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only")
+    if type(config) not in AutoModelForCausalLM._model_mapping and type(config.get_text_config()) in AutoModelForCausalLM._model_mapping:
+        tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")  # of a model that sees
+        config = config.get_text_config()
+        config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise StartupError(f"{config.model_type} is not a language model that transformers knows")
     found = AutoModelForCausalLM._model_mapping[type(config)]
     return config, found[0] if isinstance(found, tuple) else found
 
 
-def load_modules(folder: Path, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """The model with its weights. Raises StartupError, naming a tensor that is missing."""
+def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The model with its weights. config: of the model, or of its text's part. Raises StartupError,
+    naming a tensor that is missing."""
     logging.set_verbosity_error()
+    is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False, local_files_only=True, low_cpu_mem_usage=True,
-            output_loading_info=True,
+            folder, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False, local_files_only=True,
+            low_cpu_mem_usage=True, output_loading_info=True, key_mapping=TEXT_NAMES if is_part else None,
         )  # fmt: skip
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None

@@ -39,7 +39,9 @@ def read_mmproj(path: Path, hidden_size: int) -> tuple[Config, Config]:
         raise StartupError(f"{path} is of a model with {size} dimensions, and the text's has {hidden_size}: is it another model's?")
     normalized = {name: head.items(PREFIX + name, (int, float)) for name in ("image_mean", "image_std")}
     config, processor = READERS[kind](head)
-    text = {"hidden_size": size, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 8}
+    eps = head.real(PREFIX + "attention.layer_norm_epsilon", 1e-6)  # of the projector's norm, too, which the text part's configuration has
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    text = {"rms_norm_eps": eps, "hidden_size": size, "num_hidden_layers": 1, "vocab_size": 8, **heads}
     return {"text_config": text, **config}, COMMON | normalized | processor
 
 
@@ -100,4 +102,30 @@ def _qwen25(head: GgufHead) -> tuple[Config, Config]:
     return {"model_type": "qwen2_5_vl", "vision_config": vision}, _qwen_processor(head)
 
 
-READERS = {"gemma3": _gemma3, "idefics3": _idefics3, "qwen2.5vl_merger": _qwen25, "qwen2vl_merger": _qwen2}
+def _pixtral(head: GgufHead) -> tuple[Config, Config]:
+    vision, merge = _vit(head) | {"model_type": "pixtral"}, head.number(PREFIX + "spatial_merge_size", 1)
+    vision["hidden_act"] = "silu" if head.metadata.get("clip.use_silu") else "gelu"
+    patch = merge * vision["patch_size"]
+    config = {
+        "model_type": "mistral3" if "mm.patch_merger.weight" in head.tensors else "llava", "spatial_merge_size": merge, "vision_config": vision,
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "multimodal_projector_bias": "mm.1.bias" in head.tensors,
+    }  # fmt: skip
+    return config, {
+        "image_processor_type": "PixtralImageProcessor", "resample": BICUBIC, "patch_size": patch, "size": {"longest_edge": vision["image_size"]},
+    }  # fmt: skip
+
+
+def _internvl(head: GgufHead) -> tuple[Config, Config]:
+    vision = _vit(head)
+    size = {"height": vision["image_size"], "width": vision["image_size"]}
+    vision |= {name: [vision[name]] * 2 for name in ("image_size", "patch_size")}
+    vision |= {"attention_bias": "v.blk.0.attn_q.bias" in head.tensors, "use_qk_norm": "v.blk.0.attn_q_norm.weight" in head.tensors}
+    vision["norm_type"] = "layer_norm" if "v.blk.0.ln1.bias" in head.tensors else "rms_norm"
+    config = {"model_type": "internvl", "downsample_ratio": 1 / head.number(PREFIX + "projector.scale_factor"), "vision_config": vision}
+    least, most = (head.number(f"{PREFIX}preproc_{name}_tiles", default) for name, default in (("min", 1), ("max", 12)))
+    return config, {"image_processor_type": "GotOcr2ImageProcessor", "resample": BICUBIC, "size": size, "min_patches": least, "max_patches": most}
+
+
+READERS = {
+    "gemma3": _gemma3, "idefics3": _idefics3, "internvl": _internvl, "pixtral": _pixtral, "qwen2.5vl_merger": _qwen25, "qwen2vl_merger": _qwen2,
+}  # fmt: skip

@@ -13,8 +13,9 @@ from shared.model.vision.shape import Config, ImageShape, VisionFamily, too_narr
 from shared.process.errors import StartupError
 
 LARGEST_EDGE = 4096  # of what Idefics 3 and SmolVLM resize to
-LOW_PIXELS = 512 * 512  # of an image that may be small, where the family has no size of its own for it
-MOST_NARROW = 200  # sides of an image for Qwen
+LOW_EDGE = 512  # of an image that may be small, where the family has no size of its own for it
+LOW_PIXELS = LOW_EDGE * LOW_EDGE
+MOST_NARROW = 200  # sides of an image, where patches follow its shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,71 @@ class Dynamic:
         return {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.most_pixels(is_low=is_low)}}
 
 
+@dataclass(frozen=True, slots=True)
+class Cropped:
+    """InternVL and Aya Vision: tiles in the arrangement that is nearest to the image's proportions, then
+    the whole image in the size of one tile."""
+
+    tile: int  # pixels of a side
+    min_tiles: int
+    max_tiles: int
+    num_tile_tokens: int
+    placeholder: str
+    marker: str
+    before: str
+    behind: str
+    is_numbered: bool  # a text says which tile follows
+    num_whole: int = 0
+
+    def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
+        count = 1 if is_low else self.num_tiles(width, height)
+        own = self.placeholder * self.num_tile_tokens
+        text = "".join(f"TILE_{number}{own}" for number in range(1, count)) + "TILE_GLOBAL" + own if self.is_numbered else own * count
+        return ImageShape(self.before + text + self.behind, count * self.num_tile_tokens)
+
+    def num_tiles(self, width: int, height: int) -> int:
+        """With that of the whole image."""
+        most = range(1, self.max_tiles + 1)
+        grids = sorted(((across, down) for across in most for down in most if self.min_tiles <= across * down <= self.max_tiles), key=math.prod)
+        best, least = (1, 1), math.inf
+        for across, down in grids:
+            difference = abs(width / height - across / down)
+            if difference < least or (difference == least and width * height > 0.5 * self.tile**2 * across * down):
+                best, least = (across, down), difference
+        count = math.prod(best) if self.max_tiles > 1 else 1
+        return count + (count > 1)
+
+    def processing(self, *, is_low: bool) -> dict[str, Any]:
+        return {"crop_to_patches": not is_low}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Mistral 3 and Pixtral: as many patches as the image has, up to a longest edge; a token behind each row."""
+
+    patch: int  # pixels of a token's side
+    longest_edge: int
+    placeholder: str = "[IMG]"
+    marker: str = "[IMG]"
+    num_whole: int = 0
+
+    def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
+        most = self.most_pixels(is_low=is_low)
+        if max(width, height) > min(MOST_NARROW, most) * min(width, height):
+            raise too_narrow(width, height, min(MOST_NARROW, most))
+        ratio = max(height / most, width / most)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        rows, columns = ((each - 1) // self.patch + 1 for each in (height, width))
+        return ImageShape("[IMG_BREAK]".join([self.placeholder * columns] * rows) + "[IMG_END]", rows * columns)
+
+    def most_pixels(self, *, is_low: bool) -> int:
+        return min(self.longest_edge, LOW_EDGE) if is_low else self.longest_edge
+
+    def processing(self, *, is_low: bool) -> dict[str, Any]:
+        return {"patch_size": self.patch, "size": {"longest_edge": self.most_pixels(is_low=is_low)}}
+
+
 def _tiled(config: Config, processor: Config) -> Tiled:
     vision = config["vision_config"]
     tile = int(vision.get("image_size", 224))
@@ -168,7 +234,9 @@ def _num_patches(config: Config) -> tuple[int, int, int]:
     return size, size // patch, (size // patch) ** 2 + has_class - drops_first
 
 
-def _llava(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
+def _llava(config: Config, processor: Config) -> VisionFamily:
+    if config["vision_config"].get("model_type") == "pixtral":
+        return _rows({"spatial_merge_size": 1, **config}, processor)
     return Fixed(_num_patches(config)[2])
 
 
@@ -190,8 +258,37 @@ def _qwen(config: Config, processor: Config) -> Dynamic:
     return Dynamic(int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)), int(least), int(most))
 
 
+def _cropped(config: Config, processor: Config, merge: float) -> dict[str, Any]:
+    """merge: patches of a token's side."""
+    vision, size = config["vision_config"], processor.get("size") or {}
+    side, patch = (_side(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
+    least, most = int(processor.get("min_patches", 1)), int(processor.get("max_patches", 12))
+    return {"tile": _side(size.get("height", side)), "min_tiles": least, "max_tiles": most, "num_tile_tokens": round(side / patch / merge) ** 2}
+
+
+def _side(length: Any) -> int:
+    """The side of a square, which some write as a pair."""
+    return int(length[0] if isinstance(length, list) else length)
+
+
+def _internvl(config: Config, processor: Config) -> Cropped:
+    shape = _cropped(config, processor, 1 / float(config.get("downsample_ratio", 0.5)))
+    return Cropped(**shape, placeholder="<IMG_CONTEXT>", marker="<IMG_CONTEXT>", before="<img>", behind="</img>", is_numbered=False)
+
+
+def _aya_vision(config: Config, processor: Config) -> Cropped:
+    shape = _cropped(config, processor, int(config.get("downsample_factor", 2)))
+    return Cropped(**shape, placeholder="<|IMG_PATCH|>", marker="<image>", before="<|START_OF_IMG|>", behind="<|END_OF_IMG|>", is_numbered=True)
+
+
+def _rows(config: Config, processor: Config) -> Rows:
+    patch = int(config["vision_config"].get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
+    return Rows(patch, int((processor.get("size") or {}).get("longest_edge", 1024)))
+
+
 READERS: dict[str, Callable[[Config, Config], VisionFamily]] = {
-    "gemma3": _gemma3, "idefics3": _tiled, "llava": _llava, "llava_next": _llava_next, "qwen2_5_vl": _qwen, "qwen2_vl": _qwen, "smolvlm": _tiled,
+    "aya_vision": _aya_vision, "gemma3": _gemma3, "idefics3": _tiled, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next,
+    "mistral3": _rows, "qwen2_5_vl": _qwen, "qwen2_vl": _qwen, "smolvlm": _tiled,
 }  # fmt: skip
 
 
