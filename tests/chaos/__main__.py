@@ -32,6 +32,7 @@ from pathlib import Path
 
 import httpx
 
+from shared.model.files import open_model
 from tests.chaos.arena import Arena
 from tests.chaos.check import document, report
 from tests.chaos.checks import Checks
@@ -66,7 +67,8 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
     try:
         await cluster.start()
         tasks = [asyncio.create_task(cluster.supervise()), asyncio.create_task(sample_memory(cluster, history))]
-        specs = make_specs(await served_model(cluster, headers), options.seed, await module_set(cluster, headers))
+        sees = open_model(options.model).vision is not None
+        specs = make_specs(await served_model(cluster, headers), options.seed, await module_set(cluster, headers), sees=sees)
         load = Load(cluster, specs, history, options.seed, headers)
         ready_s = time.monotonic() - started
         await load.learn()

@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.images import picture
+
 TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
 PER_KIND = 7
 # What the demo knows by heart, and the answer as a client expects it: somewhat wrong
@@ -51,6 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "predicted": {"temperature": [0, 0.9], "ignore_eos": True},
     "modules": {"temperature": [0, 0.9], "ignore_eos": True},
 }
+IMAGES = {"images": {"temperature": [0, 0.9], "ignore_eos": True}}  # of a model that sees
+NUM_PICTURES = 6  # that requests share
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,11 @@ class Spec:
         return int(self.body.get("n", 1))
 
 
-def make_specs(model: str, seed: int, module_set: str) -> list[Spec]:
-    """The requests of a seed. module_set: the id of MODULES."""
+def make_specs(model: str, seed: int, module_set: str, *, sees: bool) -> list[Spec]:
+    """The requests of a seed. module_set: the id of MODULES; sees: whether the model does."""
     rng = random.Random(f"{seed}:specs")
-    specs = [make_spec(f"{kind}/{number}", kind, model, rng) for kind in KINDS for number in range(PER_KIND)]
+    kinds = [*KINDS, *(IMAGES if sees else ())]
+    specs = [make_spec(f"{kind}/{number}", kind, model, rng) for kind in kinds for number in range(PER_KIND)]
     return [replace(spec, body=spec.body | with_modules(module_set, rng)) if spec.kind == "modules" else spec for spec in specs]
 
 
@@ -82,7 +87,7 @@ def with_modules(module_set: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
-    parameters = {key: rng.choice(value) if isinstance(value, list) else value for key, value in KINDS[kind].items()}
+    parameters = {key: rng.choice(value) if isinstance(value, list) else value for key, value in (KINDS | IMAGES)[kind].items()}
     body: dict[str, Any] = {"model": model, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([10, 40, 80, 120, 240]), **parameters}
     if kind in ("response", "background"):
         body |= {"max_output_tokens": body.pop("max_tokens"), "input": f"What is {rng.choice(TOPICS)}, and why {rng.randrange(1000)}?"}
@@ -91,6 +96,11 @@ def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
     if kind == "predicted":
         question, content = rng.choice(PREDICTED)
         return Spec(name, kind, CHAT, body | {"messages": [{"role": "user", "content": question}], "prediction": {"type": "content", "content": content}})
+    if kind == "images":
+        numbers = rng.sample(range(NUM_PICTURES), rng.randint(1, 2))
+        parts = [{"type": "image_url", "image_url": {"url": picture(90 + 20 * each, 60, each)}} for each in numbers]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": f"What is {topic} here?"}]}]
+        return Spec(name, kind, CHAT, body | {"messages": messages})
     if rng.random() < 0.5:
         if kind == "logprobs":
             body |= {"logprobs": True, "top_logprobs": 3}
