@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,17 @@ def pytest_runtest_setup() -> None:
     numpy.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `more` all but each so many-th case of a test that is `sampled`."""
+    numbers = Counter[tuple[Path, str]]()
+    for item in items:
+        if isinstance(item, pytest.Function) and (sampled := item.get_closest_marker("sampled")) is not None:
+            if numbers[item.path, item.originalname] % sampled.args[0]:
+                item.add_marker("more")
+            numbers[item.path, item.originalname] += 1
 
 
 def answers(url: str) -> bool:

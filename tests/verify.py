@@ -47,6 +47,7 @@ SUITES = {
     "hostile": Suite("tests.hostile", "each of 10,000 malformed and hostile requests gets a clear answer", "minutes"),
     "kubernetes": Suite("tests.kubernetes", "schemas of the manifests; updates by their numbers lose nothing", "5 minutes", "root", ("--group", "kubernetes")),
     "lm-eval": Suite("tests.lm_eval", "lm-eval finds transformers' loglikelihoods", "minutes", "", ("--no-compile", "--editable", ".[lm-eval]")),
+    "more": Suite("pytest", "the cases that `make test` leaves out of tests with many", "10 minutes", arguments=("-m", "more")),
     "proxies": Suite("tests.proxies", "gateways behind nginx and Caddy, by the files of deploy/proxy", "4 minutes", "apt install nginx caddy"),
     "redis": Suite("tests.secure_redis", "a Redis with TLS only and a user for each stage", "a minute", "redis-server 7 with TLS, openssl"),
     "speculation": Suite("tests.chaos.speculation", "1,000 requests have the same answers with drafts and two kills of compute as without either", "minutes"),

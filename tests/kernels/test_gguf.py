@@ -93,12 +93,14 @@ def check_against(reference: PreTrainedModel, path: Path, *, num_prompts: int = 
     assert_greedy(Engine(open_model(str(path))), reference, prompts(num_prompts, SIZES["vocab_size"]), NUM_TOKENS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_means_what_the_gguf_package_says(kind: Kind, tmp_path: Path) -> None:
     model = random_model(LlamaConfig(**WIDE, tie_word_embeddings=kind != Kind.Q4_1))
     check_against(model, Writer(model, tmp_path / "model.gguf").write(kind))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"phi3"}))  # whose two lists of factors are for prompts of different lengths
 def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
     model = random_model(FAMILIES[name])

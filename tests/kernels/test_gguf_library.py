@@ -61,6 +61,7 @@ def run(path: Path, dtype: torch.dtype = torch.float32) -> Engine:
     return Engine(open_model(str(path)), model_impl="transformers", dtype=dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind"), [*((name, Kind.F32) for name in CONFIGS), *((name, Kind.Q8_0) for name in list(CONFIGS)[::2])])
 def test_every_family_is_read_as_it_was(name: str, kind: Kind, tmp_path: Path) -> None:
     model = random_model(CONFIGS[name])

@@ -40,6 +40,7 @@ def random_prompts() -> list[list[int]]:
     return [torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in (70, 90, 130)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
     """The root mean square error of the logits, relative. transformers' own in bfloat16 is as large: 1 to 2%, and with phi3-longrope, whose scores are
@@ -89,6 +90,7 @@ def test_panels_of_rows_are_what_one_thread_computes(name: str, quantization: st
     assert torch.equal(*logits)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2", "phi3-longrope", "smollm3"])
 def test_a_packed_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path / "source")

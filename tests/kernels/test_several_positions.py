@@ -107,6 +107,7 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
     assert {key: message for key, (_, message) in found.items()} == {key: message for key, (_, message) in expected.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
     ("name", "quantization", "kv_group"),
@@ -127,6 +128,7 @@ def test_a_gguf_file_whose_blocks_are_kept(kind: Kind, tmp_path: Path) -> None:
     check(Engine(open_model(str(path)), dtype=torch.bfloat16))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_group"),
     [

@@ -70,6 +70,7 @@ def run_on_library(folder: Path, **options: Any) -> Engine:
     return Engine(folder, model_impl="transformers", **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -> None:
     reference = make(name, tmp_path)
@@ -80,6 +81,7 @@ def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -
     assert_greedy(engine, reference, some, NUM_TOKENS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ALL)
 def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
@@ -94,6 +96,7 @@ def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_p
     assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.prefixes.num_hits > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*sorted(CONFIGS.keys() - {"phi3-longrope"}), "demo"])
 def test_native_models_run_on_the_library_too(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)

@@ -144,7 +144,7 @@ class LineOfStages:
             for each in services:
                 each.stage.transport.close()
             self.client.close()
-        assert self.failures == []
+        assert not self.failures, self.failures
 
     def _guard(self, run: Callable[[], None]) -> None:
         try:

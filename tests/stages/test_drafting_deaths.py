@@ -168,6 +168,7 @@ def test_the_requests_end_in_all_ways(pipeline: Pipeline) -> None:
     assert ends["predicted.1"].prediction_tokens[0] > 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("speculate", ["auto", "self", "draft,medusa"])
 def test_logs_are_those_without_drafts_when_processes_die(pipeline: Pipeline, speculate: str) -> None:
     stages, prefix = pipeline.stages, speculate.replace(",", "-") + "-"

@@ -50,6 +50,7 @@ def test_other_gates(activation: str) -> None:
     assert has_held(check_linear(CudaBackend(BFLOAT16, CPU), "none", LinearCase(3, 40, 32, activation=activation, has_bias=True, has_residual=True)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
@@ -69,6 +70,7 @@ def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.
     assert has_held(check_attention(CudaBackend(dtype, CPU), case))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "last", "group"), [(FLOAT32, 1, 0), (BFLOAT16, 18, 8)])
 def test_attention_over_blocks_that_are_tokens_in_part(dtype: torch.dtype, last: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "RANGE", 64)
@@ -76,6 +78,7 @@ def test_attention_over_blocks_that_are_tokens_in_part(dtype: torch.dtype, last:
     assert has_held(check_holes(CudaBackend(dtype, CPU), Heads(2, 1, 16), (16, 3, 16, 1, 16, 16), last, group))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "window", "group"), [(FLOAT32, None, 0), (BFLOAT16, 30, 8)])
 def test_attention_of_spans_that_see_each_other(dtype: torch.dtype, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "RANGE", 64)
