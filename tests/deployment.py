@@ -14,6 +14,7 @@ import openai
 import redis
 
 from shared.wire.registry import Registry, look
+from shared.wire.transport import connect
 from tests import forge
 from tests.waiting import wait_until
 
@@ -111,12 +112,12 @@ class Deployment:
         self.processes.clear()
 
     def registry(self) -> Registry:
-        with redis.Redis.from_url(self.redis_url) as client:
+        with connect(self.redis_url) as client:
             return look(client)
 
     def redis(self) -> "redis.Redis":
         """A new client, which is closed with the deployment, as `client` says why."""
-        client = redis.Redis.from_url(self.redis_url)
+        client = connect(self.redis_url)
         self.clients.append(client)
         return client
 

@@ -43,6 +43,7 @@ SUITES = {
     "cuda-kernels": Suite("tests.kernels.cuda", "each kernel of the GPU backend in Triton's interpreter, and compiled for three GPUs", "minutes", "no GPU"),
     "explore": Suite("tests.explore", "each property test, with new examples", "10 minutes, or --minutes"),
     "fairness": Suite("tests.chaos.fairness", "small requests are at most twice as slow while another tenant floods", "minutes"),
+    "failover": Suite("tests.failover", "answers stay the same while Redis' primary dies again and again, and a replica that lags takes over", "minutes"),
     "grammars": Suite("tests.grammars", "answers keep to their JSON schemas, thousands of them", "minutes"),
     "hostile": Suite("tests.hostile", "each of 10,000 malformed and hostile requests gets a clear answer", "minutes"),
     "kubernetes": Suite("tests.kubernetes", "schemas of the manifests; updates by their numbers lose nothing", "5 minutes", "root", ("--group", "kubernetes")),

@@ -10,11 +10,13 @@ import redis.asyncio
 from redis.asyncio import BlockingConnectionPool
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 
 from shared.process.errors import Recoverable
 from shared.process.settings import StageSettings
 from shared.wire.line import REPLY_TIMEOUT_S, reason_of
+from shared.wire.sentinel import is_sentinel_url, parse_sentinel_url
 from shared.wire.transport import Backoff, is_temporary
 
 T = TypeVar("T")
@@ -43,17 +45,26 @@ class Cancellable(AbstractConnection):
             self.socket_timeout = timeout_s
 
 
+class PrimaryPool(BlockingConnectionPool, SentinelConnectionPool):
+    """Connections to the primary that Sentinels name, of which a command waits for one."""
+
+
 def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> "redis.asyncio.Redis":
     """A client whose commands wait for one of so many connections. (redis-py's own pool refuses a
     command when all are taken: by default the 101st at once.)"""
-    pool = BlockingConnectionPool.from_url(
-        settings.redis_url,
-        max_connections=max_connections,
-        timeout=CONNECTION_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        socket_connect_timeout=5,
-        socket_timeout=BLOCK_S + REPLY_TIMEOUT_S,
-    )
+    options: dict[str, Any] = {
+        "max_connections": max_connections, "timeout": CONNECTION_TIMEOUT_S, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 5,
+        "socket_timeout": BLOCK_S + REPLY_TIMEOUT_S,
+    }  # fmt: skip
+    if is_sentinel_url(settings.redis_url):
+        found = parse_sentinel_url(settings.redis_url)
+        asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)
+        managed = SentinelManagedSSLConnection if found.has_tls else SentinelManagedConnection
+        pool: BlockingConnectionPool = PrimaryPool(
+            service_name=found.service, sentinel_manager=asked, connection_class=managed, **found.options, **options,
+        )  # fmt: skip
+    else:
+        pool = BlockingConnectionPool.from_url(settings.redis_url, **options)
     plain = pool.connection_class  # of the URL's scheme
     pool.connection_class = type(plain.__name__, (Cancellable, plain), {})
     return redis.asyncio.Redis.from_pool(pool)

@@ -8,6 +8,7 @@ results, and their messages are acknowledged when they are done.
 
 from typing import TYPE_CHECKING, Any
 
+from shared.wire.sentinel import broker_of, is_sentinel_url
 from shared.wire.streams import CELERY_PREFIX, JOB_QUEUE, batch_queued_key
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def make_queue(redis_url: str) -> "Celery":
     """Celery's app. Takes 0.2 s the first time, for its modules."""
     from celery import Celery
 
-    app = Celery("penstock", broker=broker_url(redis_url), set_as_current=False)
+    url, options, tls = broker_of(redis_url) if is_sentinel_url(redis_url) else (broker_url(redis_url), {}, None)
+    app = Celery("penstock", broker=url, set_as_current=False)
     app.conf.update(
         task_default_queue=JOB_QUEUE.removeprefix(CELERY_PREFIX),
         task_ignore_result=True,
@@ -43,7 +45,9 @@ def make_queue(redis_url: str) -> "Celery":
             "global_keyprefix": CELERY_PREFIX,
             "socket_connect_timeout": 5,
             "socket_timeout": SOCKET_TIMEOUT_S,
+            **options,
         },  # fmt: skip
+        **({"broker_use_ssl": tls} if tls is not None else {}),
     )
     return app
 

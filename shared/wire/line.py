@@ -51,6 +51,8 @@ class Line:
         fill(pipe)
         commands = pipe.command_stack
         if commands:
+            if self._connection._sock is None:
+                self._connection.connect()  # which asks Sentinels where to; sending alone would not
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
             self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
             self._awaited.extend((arguments[0], options, block_of(arguments)) for arguments, options in commands)

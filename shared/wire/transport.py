@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from shared.process.errors import Recoverable, StartupError
 from shared.process.telemetry import get_logger
 from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of, refusal_of
+from shared.wire.sentinel import is_sentinel_url, parse_sentinel_url
 
 log = get_logger("penstock.transport")
 
@@ -47,8 +49,14 @@ def is_temporary(error: BaseException) -> bool:
 def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
     """A client with hiredis underneath. timeout_s: for a reply; then the connection is closed.
     `Transport.persist` retries: that can be interrupted."""
+    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": min(5.0, timeout_s), "socket_timeout": timeout_s}
     try:
-        return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=min(5.0, timeout_s), socket_timeout=timeout_s)
+        if not is_sentinel_url(url):
+            return redis.Redis.from_url(url, **options)
+        found = parse_sentinel_url(url)
+        asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)
+        client: redis.Redis = asked.master_for(found.service, ssl=found.has_tls, **found.options, **options)
+        return client
     except ValueError as error:
         raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {error}") from None
 

@@ -52,7 +52,7 @@ async def roll_all(folder: Path, redis_url: str, options: argparse.Namespace) ->
         await kubelet.start()
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
             made = await http.post(f"http://127.0.0.1:{kubelet.endpoints[0].port}/v1/prompt_modules", json={"modules": MODULES})
-        load = Load(cast(Cluster, kubelet), make_specs(MODEL, options.seed, made.json()["id"]), history, options.seed)
+        load = Load(cast(Cluster, kubelet), make_specs(MODEL, options.seed, made.json()["id"], sees=False), history, options.seed)
         await load.learn()
         history.write("round", number=1, at="begin", may_lose=False)
         clients = load.begin(options.clients, 1)
