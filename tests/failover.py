@@ -40,7 +40,7 @@ class Gateway:
 
 @dataclass(frozen=True)
 class Gateways:
-    """What the load knows of a cluster."""
+    """The deployment, as the load knows a cluster."""
 
     deployment: Deployment
 

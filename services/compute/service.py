@@ -23,7 +23,7 @@ from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.embeddings import write_embeddings
 from services.compute.exchange.exchange import Exchange
-from services.compute.exchange.undecided import Decision
+from services.compute.exchange.undecided import LOST, Decision
 from services.compute.executor import DrawnTokens, Executor
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.load_figures import load_figures
@@ -265,6 +265,11 @@ class ComputeService:
             return  # ended by an earlier one of this batch
         sequence = active.sequence
         at = sequence.num_decided_tokens
+        if decision.token_id == LOST:
+            log.warning("Redis has lost a part of a log, computing it again", request_id=sequence.request_id, num_tokens=at)
+            self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id]))
+            self.give_up(active, "log lost")
+            return
         if decision.token_id < 0:
             self.scheduler.truncate(sequence, at)
             self.end(active, tell_sampler=False, is_complete=False, outcome="ended elsewhere")

@@ -58,7 +58,7 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
     }  # fmt: skip
     if is_sentinel_url(settings.redis_url):
         found = parse_sentinel_url(settings.redis_url)
-        asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)
+        asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)  # type: ignore[no-untyped-call]
         managed = SentinelManagedSSLConnection if found.has_tls else SentinelManagedConnection
         pool: BlockingConnectionPool = PrimaryPool(
             service_name=found.service, sentinel_manager=asked, connection_class=managed, **found.options, **options,

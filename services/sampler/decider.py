@@ -15,7 +15,7 @@ import numpy as np
 
 from services.sampler.detokenizer import spell
 from services.sampler.request_state import NO_TEXT, RequestState
-from services.sampler.rows import UNKNOWN, Decided
+from services.sampler.rows import LOST, UNKNOWN, Decided
 from shared.model.decision import Draws, decide, pad, pick
 from shared.model.token_table import TokenTable
 from shared.process.telemetry import get_logger
@@ -114,14 +114,18 @@ def draw(step: StepCandidates, states: Sequence[RequestState | None]) -> tuple[l
 
 def settled(state: RequestState | None, handle: int, position: int, logged: Logged) -> Decided | None:
     """The outcome of a row that needs no draw: its request is unknown or lost, or the log holds its
-    position, or an end before it. None: it has to be drawn."""
+    position, or an end before it, or has lost what it held. None: it has to be drawn."""
     if state is None:
         return Decided(handle, position, None, code=UNKNOWN)
+    if state.is_shortened:
+        return Decided(handle, position, None, code=LOST)
     if state.lost:
         return Decided(handle, position, state, end=state.failure(state.lost))
     if position > state.position and not state.is_finished:
         return None
     event = logged.get((handle, position), state.last_event)
+    if event is None:
+        return Decided(handle, position, None, code=LOST)
     if isinstance(event, str):
         return Decided(handle, position, state, end=state.failure(event))
     return Decided(handle, position, state, event=event)

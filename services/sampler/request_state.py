@@ -42,6 +42,7 @@ class RequestState:
     position: int = 0  # tokens decided
     last_token_id: int = -1  # the token at that position; -1: none yet
     lost: str = ""  # why the log can't be followed any more, in words for the client
+    is_shortened: bool = False  # the log has lost what was decided last
     num_chars: int = 0  # of text that came out of the detokenizer
     num_released: int = 0  # of those, released to the client
     logprobs: LogprobHolder = field(default_factory=LogprobHolder)

@@ -9,8 +9,9 @@ from services.sampler.request_state import RequestState
 from shared.wire.messages import Moments, StepCandidates, TokenEvent
 from shared.wire.token_log import LogEntry
 
-# token ids of decisions without one: the sequence is over; the sequence must be introduced
-FAILED, UNKNOWN = -1, -2
+# token ids of decisions without one: the sequence is over; the sequence must be introduced; its log
+# lacks what was decided before, and it has to begin again where the log ends
+FAILED, UNKNOWN, LOST = -1, -2, -3
 # the columns of StepCandidates that have a value a row
 BY_ROW = (
     "handles", "positions", "counts", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures",

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from services.sampler.decider import Logged, StepDecider
 from services.sampler.replay import Replay, is_last
-from services.sampler.request_state import LOST_LOG, RequestState, catch_up
-from services.sampler.rows import Decided, select, to_decide_again
+from services.sampler.request_state import RequestState, catch_up
+from services.sampler.rows import LOST, Decided, select, to_decide_again
 from services.sampler.spans import trace
 from services.sampler.writer import AFTER_REFUSED, StepWriter
 from shared.model.token_table import TokenTable
@@ -182,7 +182,7 @@ class SamplerService:
         for state, entries in zip(states, self.replay.read(states), strict=True):
             catch_up(state, entries)
             if state.position < state.intro.num_decided_tokens and not state.is_finished:
-                state.lost = state.lost or f"{LOST_LOG}: {state.position} are left of {state.intro.num_decided_tokens}"
+                state.is_shortened = True
             state.num_replayed_tokens = state.position
             self.num_rebuilt += 1
             yield state.intro.handle
@@ -234,8 +234,8 @@ class SamplerService:
             logged = decode_entry(payload) if payload is not None else None
         except Lost as error:
             return replace(row, entry=None, end=row.state.failure(str(error)))
-        if logged is None:
-            return replace(row, entry=None, end=row.state.failure(LOST_LOG))
+        if logged is None:  # compute begins again where the log ends, and comes to the same tokens
+            return replace(row, entry=None, state=None, code=LOST)
         if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (event.position, event.token_id, event.text, event.finish_reason):
             # by a try that seemed to fail, or by a replica that decided the same
             if logged.fingerprint != event.fingerprint:  # on candidates of another compute

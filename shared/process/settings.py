@@ -56,7 +56,9 @@ class StageSettings(BaseSettings):
     examples: ClassVar[str] = ""  # lines of it, for --help
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
 
-    redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis or Valkey, 6.2 or newer: redis://host:port/0, unix:///path, or redis+sentinel://host:port,host:port/name/0")
+    redis_url: str = Field(
+        DEFAULT_REDIS_URL, description="Redis or Valkey, from 6.2: redis://host:port/0, unix:///path, redis+sentinel://host:port,host:port/name/0"
+    )
     redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
     replica_id: str = Field("", description="this replica's name in the registry; by default a random one", pattern=r"^[A-Za-z0-9._-]*$")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")

@@ -249,7 +249,8 @@ class StepDecisions:
     step: int
     handles: Int32Array
     positions: Int32Array
-    # -1: the sequence ended without a token; -2: the sampler does not know the sequence
+    # -1: the sequence ended without a token; -2: the sampler does not know the sequence; -3: its log
+    # lacks what was decided before
     token_ids: Int32Array
     is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
 

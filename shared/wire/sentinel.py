@@ -45,7 +45,8 @@ def parse_sentinel_url(url: str) -> Sentinels:
     own = {name: query.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in query}
     has_tls = SCHEMES[parts.scheme] == "rediss"
     # redis-py reads what a plain URL has, too
-    options: dict[str, Any] = dict(parse_url(f"{SCHEMES[parts.scheme]}://{user}{at}host/{database}?{urlencode(query)}"))
+    plain = f"{SCHEMES[parts.scheme]}://{user}{at}host/{database}?{urlencode(query)}"
+    options: dict[str, Any] = dict(parse_url(plain))  # type: ignore[no-untyped-call]
     del options["host"]
     if has_tls:
         assert options.pop("connection_class") is SSLConnection

@@ -15,7 +15,7 @@ from services.operator.redis_server import socket_path
 from services.sampler import service as service_module
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.request_state import OTHER_DRAW
-from services.sampler.rows import FAILED, UNKNOWN
+from services.sampler.rows import FAILED, LOST, UNKNOWN
 from services.sampler.service import SamplerService
 from shared.model.decision import DRAW
 from shared.model.sampling_params import SamplingParams
@@ -245,23 +245,24 @@ def test_a_log_with_a_gap_ends_its_request_with_one_error_and_no_other(bench: Be
     assert bench.client.xrevrange(log_key("r1.0"), count=1)[0][0] == b"3-1"
 
 
-def test_a_log_that_has_lost_its_end_while_it_ran_is_one_error(bench: Bench) -> None:
+def test_a_log_that_has_lost_its_end_while_it_ran_is_to_be_computed_again(bench: Bench) -> None:
     """Redis came back from a power loss, and this sampler knows more than the log."""
     for position in (1, 2, 3):
         bench.answer((1, position, 300 + position, 299 + position if position > 1 else -1), intros=(intro(1),))
     bench.client.delete(log_key("r1.0"))
     bench.fill(1, 301)
-    assert bench.answer((1, 4, 304, 303)) == {(1, 4): (FAILED, 1)}
-    assert len(bench.errors()) == 1 and [event.position for event in bench.log(1)] == [1, 1]
+    assert bench.answer((1, 4, 304, 303), (1, 5, 305, 304)) == {(1, 4): (LOST, 0)}
+    assert bench.answer((1, 4, 304, 303)) == {(1, 4): (UNKNOWN, 0)}
+    assert bench.answer((1, 4, 304, 303), intros=(intro(1, num_decided=3),)) == {(1, 4): (LOST, 0)}
+    assert bench.answer((2, 2, 302, 301), intros=(replace(intro(2), request_id="r1.0"),)) == {(2, 2): (302, 0)}, "which begins as another sequence"
+    assert bench.errors() == [] and [event.position for event in bench.log(1)] == [1, 2]
 
 
-def test_a_log_with_fewer_tokens_than_compute_was_told_is_one_error_at_once(bench: Bench) -> None:
+def test_a_log_with_fewer_tokens_than_compute_was_told_is_to_be_computed_again(bench: Bench) -> None:
     """Redis has lost a log's tail, and the sampler that wrote it has died too: what is left looks whole."""
     bench.fill(1, 50, 51)
-    assert bench.answer((1, 5, 54, 53), intros=(intro(1, num_decided=4),)) == {(1, 5): (FAILED, 1)}
-    assert bench.log(1)[-1].finish_reason == "error" and len(bench.log(1)) == 3
-    [error] = bench.errors()
-    assert "2 are left of 4" in error
+    assert bench.answer((1, 5, 54, 53), intros=(intro(1, num_decided=4),)) == {(1, 5): (LOST, 0)}
+    assert bench.errors() == [] and len(bench.log(1)) == 2
 
 
 @pytest.mark.parametrize("draw", [None, "gumbel-0"])

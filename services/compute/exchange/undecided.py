@@ -15,6 +15,7 @@ from services.compute.candidates.rows import CandidateRows, gather
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
 NOT_ASKED = float("inf")
+LOST = -3
 # that a row is sent into, to samplers that live and do not answer: some three minutes
 MAX_SILENCES = 8
 
@@ -25,7 +26,7 @@ class Decision:
 
     handle: int
     position: int
-    token_id: int  # -1: none, the sequence has ended without
+    token_id: int  # -1: none, the sequence has ended without; LOST: its log lacks what was decided before
     is_finished: bool
 
 

@@ -8,10 +8,13 @@ whoever offered it reads the log.
 
 import asyncio
 import time
+from array import array
 from collections import deque
 
 from services.gateway.telemetry.timeline import Timeline
 from shared.wire.messages import RequestError, TokenEvent
+
+OTHER_TOKENS = RequestError("Redis has lost a part of this answer, and it was not computed again as it was: send the request again", 500, code="request_lost")
 
 
 class ResponseFailed(Exception):
@@ -33,6 +36,9 @@ class Subscription:
         self.generation = generation
         self.is_submitted = generation > 0  # from then on Redis must know of it
         self.unfinished = set(positions)
+        # by request id, the tokens that were taken, and after which position: should Redis lose some,
+        # they come again, and must be the same
+        self._taken: dict[str, tuple[int, array[int]]] = {request_id: (position, array("q")) for request_id, position in positions.items()}
         self.heard_at = dict.fromkeys(positions, time.monotonic())
         self.timelines = {request_id: Timeline() for request_id in positions}
         self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
@@ -53,15 +59,25 @@ class Subscription:
         if request_id not in self.unfinished:
             return True
         if event.token_id is not None and event.position <= position:
+            self._compare(event)
             return True  # seen
         if event.position > position + (event.token_id is not None):
             return False
         self.positions[request_id] = max(event.position, position)
+        if event.token_id is not None:
+            self._taken[request_id][1].append(event.token_id)
         if event.finish_reason is not None:
             self.unfinished.discard(request_id)
         self._queue.append(event)
         self._wake()
         return True
+
+    def _compare(self, event: TokenEvent) -> None:
+        """A token that was taken before. Fails where it is another, or the last: whoever computed again
+        what Redis had lost is of another version or model."""
+        since, tokens = self._taken[event.request_id]
+        if event.finish_reason is not None or (event.position > since and tokens[event.position - since - 1] != event.token_id):
+            self.fail(OTHER_TOKENS)
 
     def fail(self, error: RequestError) -> None:
         """End the response with this error, after what was taken so far. The first error counts."""
