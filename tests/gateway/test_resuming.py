@@ -49,7 +49,7 @@ def test_a_resumed_stream_goes_on_and_the_reader_before_is_told_and_cancels_noth
 def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) -> None:
     with begun(gateways, backstage, 1, 2, gateway="gateway-1") as (stream, request):
         response_id = response_of(stream)
-        for last_id in ("x", "1,1", "-1", "+1", "1_0", "1 0", "99", "9" * 5000):
+        for last_id in ("x", "1,1", "-1", "+1", "1_0", "1 0", "9999", "9" * 5000):
             reply = resume(gateways, response_id, last_id, "gateway-2")
             assert reply.status_code == 400 and reply.json()["error"]["param"] == "Last-Event-ID", last_id
         assert httpx.head(gateways.url("gateway-2") + f"/v1/streams/{response_id}", timeout=60, trust_env=False).status_code == 405
@@ -58,6 +58,17 @@ def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) ->
         stream.wait_end()
         assert stream.text == "1 2 3 " and stream.error is None
     assert takeovers(backstage, request) == []
+
+
+def test_a_position_that_redis_has_lost_is_503_until_it_is_computed_again(gateways: Deployment, backstage: Backstage) -> None:
+    with begun(gateways, backstage, 1, 2, gateway="gateway-1") as (stream, request):
+        reply = resume(gateways, response_of(stream), "3", "gateway-2")
+        assert reply.status_code == 503 and reply.headers["retry-after"] and "lost a part of this answer" in reply.json()["error"]["message"]
+        backstage.write(request, 3)
+        with streaming(gateways, resume=response_of(stream), last_id="3", gateway="gateway-2") as again:
+            backstage.write(request, 4, finish=4, gateway="gateway-2")
+            again.wait_end()
+            assert again.text == "4 " and again.error is None
 
 
 def test_head_takes_no_response_over(gateways: Deployment, backstage: Backstage) -> None:
@@ -116,7 +127,7 @@ def test_a_queued_response_can_be_resumed(gateways: Deployment, backstage: Backs
     with streaming(gateways, gateway="gateway-1") as stream:
         [request] = backstage.take()
         response_id = request.request_id.rpartition(".")[0]
-        assert resume(gateways, response_id, "1", "gateway-2").status_code == 400
+        assert resume(gateways, response_id, "9999", "gateway-2").status_code == 400
         with streaming(gateways, resume=response_id, last_id="0", gateway="gateway-2") as again:
             stream.wait_end()
             backstage.write(request, 1, finish=1, gateway="gateway-2")

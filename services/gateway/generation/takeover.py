@@ -6,7 +6,7 @@ from typing import Any
 import redis.asyncio
 
 from services.requests.answers.sse import parse_id
-from shared.process.errors import Invalid, Recoverable
+from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.wire.messages import Control, encode
 from shared.wire.registry import BROADCAST_FUNCTION
 from shared.wire.stage import Stage
@@ -37,8 +37,8 @@ class Takeover:
     async def take(self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None) -> tuple[list[int], int]:
         """The positions to go on from, and this reader's generation.
 
-        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs
-        that have expired.
+        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs that
+        have expired; Rejected while a log may come as far again.
         """
         positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
         for _ in range(ATTEMPTS):
@@ -55,15 +55,18 @@ class Takeover:
             pipe.hget(reader_key(response_id), "generation")
             for request_id in request_ids:
                 pipe.xrevrange(log_key(request_id), count=1)
-                pipe.hexists(inflight_key(model), request_id)
+                pipe.hget(inflight_key(model), request_id)
             generation, *replies = await pipe.execute()
         for index, position in enumerate(positions):
             last: Any = replies[2 * index]
-            is_running = replies[2 * index + 1]
-            if not last and not is_running:
+            most = int(replies[2 * index + 1] or 0)  # tokens that are still to come, at most; 0: it does not run
+            if not last and not most:
                 message = f"the response {response_id!r} is too old: its tokens are not kept any more"
                 raise Invalid(message, param="response_id", code="response_not_found", status=404)
             end = int(last[0][0].partition(b"-")[0]) if last else 0
+            if end < position <= most:
+                message = "Redis has lost a part of this answer, which is being computed again: come back in a moment"
+                raise Rejected(message, status=503, retry_after_s=1, code="tokens_lost")
             if position > end:
                 message = f"Last-Event-ID is beyond the response: position {position} of sequence {index}, which has {end}"
                 raise Invalid(message, param="Last-Event-ID")
