@@ -152,8 +152,12 @@ class Store:
         position, is_there = 0, False
         while True:
             with redis_errors_as_503():
-                entries: Any = await self.client.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
-                is_there = is_there or bool(entries) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
+                async with self.client.pipeline(transaction=True) as pipe:  # at one moment: its end comes into the log, and it is in flight no more
+                    pipe.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
+                    pipe.hexists(inflight_key(record.served_model), request_id)
+                    found: Any = await pipe.execute()
+                entries, is_running = found
+                is_there = is_there or bool(entries) or bool(is_running)
             if not is_there:
                 raise Invalid(f"Response with id '{record.response_id}' is too old.", param="response_id", code="response_not_found", status=404)
             events = self._parse(request_id, entries, position)
