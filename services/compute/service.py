@@ -267,8 +267,8 @@ class ComputeService:
         at = sequence.num_decided_tokens
         if decision.token_id == LOST:
             log.warning("Redis has lost a part of a log, computing it again", request_id=sequence.request_id, num_tokens=at)
-            self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id]))
             self.give_up(active, "log lost")
+            self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id]))
             return
         if decision.token_id < 0:
             self.scheduler.truncate(sequence, at)

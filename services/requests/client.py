@@ -61,7 +61,7 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
         asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)  # type: ignore[no-untyped-call]
         managed = SentinelManagedSSLConnection if found.has_tls else SentinelManagedConnection
         pool: BlockingConnectionPool = PrimaryPool(
-            service_name=found.service, sentinel_manager=asked, connection_class=managed, **found.options, **options,
+            service_name=found.service, sentinel_manager=asked, connection_class=managed, **options | found.options,
         )  # fmt: skip
     else:
         pool = BlockingConnectionPool.from_url(settings.redis_url, **options)

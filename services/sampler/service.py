@@ -169,19 +169,23 @@ class SamplerService:
 
     def knows(self, compute_id: str, intro: SequenceIntro) -> bool:
         state = self.states.get((compute_id, intro.handle))
-        return state is not None and state.intro.request_id == intro.request_id
+        return state is not None and state.intro.request_id == intro.request_id and state.position >= intro.num_decided_tokens
 
     def rebuild(self, compute_id: str, intros: list[SequenceIntro]) -> Iterator[int]:
-        """The states of requests that are new here: replayed from their logs, which are empty for
-        those that are new everywhere. One round trip for all.
+        """The states of requests that are new here, or behind what compute knows: replayed from their
+        logs, which are empty for those that are new everywhere. One round trip for all.
 
         Gives each one's handle once it is ready.
         """
         states = [self.replay.begin(intro) for intro in intros]
+        for state in states:
+            known = self.states.get((compute_id, state.intro.handle))
+            if known is not None and known.intro.request_id == state.intro.request_id:
+                state.gateway_id = known.gateway_id  # of a reader that came since
         self.states.update({(compute_id, state.intro.handle): state for state in states})
         for state, entries in zip(states, self.replay.read(states), strict=True):
             catch_up(state, entries)
-            if state.position < state.intro.num_decided_tokens and not state.is_finished:
+            if state.position < state.intro.num_decided_tokens and not state.is_finished and not state.lost:
                 state.is_shortened = True
             state.num_replayed_tokens = state.position
             self.num_rebuilt += 1

@@ -61,7 +61,9 @@ def broker_of(url: str) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
     user = "".join(quote(found.options.get(name, ""), safe="") + mark for name, mark in (("username", ":"), ("password", "@")))
     database = found.options.get("db", 0)
     urls = [f"sentinel://{user if len(user) > 2 else ''}{_bracketed(host)}:{port}/{database}" for host, port in found.addresses]
-    tls = {name: value for name, value in found.options.items() if name.startswith("ssl_")} if found.has_tls else None
+    tls = None  # kombu takes an empty dict for none, too
+    if found.has_tls:
+        tls = {"ssl_cert_reqs": "required"} | {name: value for name, value in found.options.items() if name.startswith("ssl_")}
     return ";".join(urls), {"master_name": found.service, "sentinel_kwargs": found.own_options}, tls
 
 

@@ -55,7 +55,7 @@ def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
             return redis.Redis.from_url(url, **options)
         found = parse_sentinel_url(url)
         asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)  # type: ignore[no-untyped-call]
-        client: redis.Redis = asked.master_for(found.service, ssl=found.has_tls, **found.options, **options)  # type: ignore[no-untyped-call]
+        client: redis.Redis = asked.master_for(found.service, ssl=found.has_tls, **options | found.options)  # type: ignore[no-untyped-call]
         return client
     except ValueError as error:
         raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {error}") from None

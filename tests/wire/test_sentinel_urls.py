@@ -30,13 +30,20 @@ def test_with_tls_the_sentinels_are_asked_with_tls_too() -> None:
     assert found.has_tls and found.own_options["ssl"] and found.own_options["ssl_ca_certs"] == "/ca.pem"
     pool = connect(url).connection_pool
     assert pool.connection_class is SentinelManagedSSLConnection and pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
-    assert make_queue(url).conf.broker_use_ssl == {"ssl_ca_certs": "/ca.pem"}
+    assert make_queue(url).conf.broker_use_ssl == {"ssl_cert_reqs": "required", "ssl_ca_certs": "/ca.pem"}
+    assert make_queue("rediss+sentinel://one/main").conf.broker_use_ssl == {"ssl_cert_reqs": "required"}
 
 
 def test_clients_of_asyncio_wait_for_one_of_so_many_connections() -> None:
     pool = connect_async(StageSettings(redis_url=URL)).connection_pool
     assert isinstance(pool, PrimaryPool) and (pool.service_name, pool.max_connections) == ("main", MAX_CONNECTIONS)
     assert [each.connection_pool.connection_kwargs["host"] for each in pool.sentinel_manager.sentinels] == ["one", "two", "::1"]
+
+
+def test_options_of_the_url_come_before_our_own() -> None:
+    url = "redis+sentinel://one/main/0?socket_timeout=3&max_connections=7"
+    assert connect(url).connection_pool.connection_kwargs["socket_timeout"] == 3
+    assert connect_async(StageSettings(redis_url=url)).connection_pool.max_connections == 7
 
 
 def test_celery_asks_the_same_sentinels() -> None:

@@ -102,6 +102,9 @@ class Undecided:
             row = self.rows.get(decision.handle, {}).get(decision.position)
             if row is None or step < row.step:
                 continue
+            if decision.token_id == LOST:  # the sequence is given up: it waits for no turn
+                settled.append(decision)
+                continue
             self.early[decision.handle, decision.position] = decision
             settled += self._in_turn(decision.handle)
         return settled

@@ -13,6 +13,7 @@ from collections import deque
 
 from services.gateway.telemetry.timeline import Timeline
 from shared.wire.messages import RequestError, TokenEvent
+from shared.wire.token_log import end_alone
 
 OTHER_TOKENS = RequestError("Redis has lost a part of this answer, and it was not computed again as it was: send the request again", 500, code="request_lost")
 
@@ -59,8 +60,11 @@ class Subscription:
         if request_id not in self.unfinished:
             return True
         if event.token_id is not None and event.position <= position:
-            self._compare(event)
-            return True  # seen
+            if self._is_other(event):
+                self.fail(OTHER_TOKENS)
+            if self.has_failed or event.finish_reason is None:
+                return True  # seen
+            event = end_alone(event)
         if event.position > position + (event.token_id is not None):
             return False
         self.positions[request_id] = max(event.position, position)
@@ -72,12 +76,12 @@ class Subscription:
         self._wake()
         return True
 
-    def _compare(self, event: TokenEvent) -> None:
-        """A token that was taken before. Fails where it is another, or the last: whoever computed again
-        what Redis had lost is of another version or model."""
+    def _is_other(self, event: TokenEvent) -> bool:
+        """Whether a token that was taken before is another now, or the last where others have followed:
+        whoever computed again what Redis had lost is of another version or model."""
         since, tokens = self._taken[event.request_id]
-        if event.finish_reason is not None or (event.position > since and tokens[event.position - since - 1] != event.token_id):
-            self.fail(OTHER_TOKENS)
+        ends_before = event.finish_reason is not None and event.position < self.positions[event.request_id]
+        return ends_before or (event.position > since and tokens[event.position - since - 1] != event.token_id)
 
     def fail(self, error: RequestError) -> None:
         """End the response with this error, after what was taken so far. The first error counts."""

@@ -51,7 +51,7 @@ class Takeover:
 
     async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
         """The generation of the present reader, if the logs hold what is asked for."""
-        async with self.client.pipeline(transaction=False) as pipe:
+        async with self.client.pipeline(transaction=True) as pipe:  # at one moment: one that ends is in flight no more
             pipe.hget(reader_key(response_id), "generation")
             for request_id in request_ids:
                 pipe.xrevrange(log_key(request_id), count=1)
@@ -59,7 +59,7 @@ class Takeover:
             generation, *replies = await pipe.execute()
         for index, position in enumerate(positions):
             last: Any = replies[2 * index]
-            most = int(replies[2 * index + 1] or 0)  # tokens that are still to come, at most; 0: it does not run
+            most = int(replies[2 * index + 1] or 0)  # tokens of prompt and answer, at most; 0: it does not run
             if not last and not most:
                 message = f"the response {response_id!r} is too old: its tokens are not kept any more"
                 raise Invalid(message, param="response_id", code="response_not_found", status=404)
