@@ -8,7 +8,6 @@ entry was lost may end with an error, which is counted as excused.
 import argparse
 import asyncio
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -69,15 +68,6 @@ def price_of_waiting(servers: Guarded) -> str:
     return "\n".join(lines)
 
 
-async def fail_over(servers: Guarded, lag_s: float) -> None:
-    servers.signal_replicas(signal.SIGSTOP)
-    await asyncio.sleep(lag_s)
-    died = servers.kill_primary()
-    servers.signal_replicas(signal.SIGCONT)
-    await asyncio.to_thread(wait_until, lambda: servers.primary() != died, description="another is the primary")
-    servers.start_server(died)  # which believes to be the primary until it is told otherwise
-
-
 async def run(servers: Guarded, deployment: Deployment, options: argparse.Namespace, folder: Path) -> list[str]:
     """Returns what was wrong."""
     history = History(options.history or folder / "history.jsonl")
@@ -95,7 +85,7 @@ async def run(servers: Guarded, deployment: Deployment, options: argparse.Namesp
             began, answered = time.monotonic(), history.judge.tally.total("answered")
             lags.append(rng.uniform(0, options.lag))
             history.write("fault", at="begin", number=len(lags), name="failover")
-            await fail_over(servers, lags[-1])
+            await servers.fail_over(lags[-1])
             history.write("fault", at="end", number=len(lags))
             failed_over_s = time.monotonic() - began - lags[-1]
             await asyncio.to_thread(wait_until, servers.is_whole, description="the old primary is a replica", timeout_s=60)

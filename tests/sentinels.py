@@ -1,5 +1,6 @@
 """A primary with two replicas, and three Sentinels that name it: real servers, which can be killed."""
 
+import asyncio
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -89,6 +90,15 @@ class Guarded:
         self.servers[port].kill()
         self.servers.pop(port).wait()
         return port
+
+    async def fail_over(self, lag_s: float) -> None:
+        """Kill the primary when its replicas have stood still for so long: another takes its place, and the old one follows it."""
+        self.signal_replicas(signal.SIGSTOP)
+        await asyncio.sleep(lag_s)
+        died = self.kill_primary()
+        self.signal_replicas(signal.SIGCONT)
+        await asyncio.to_thread(wait_until, lambda: self.primary() != died, description="another is the primary")
+        self.start_server(died)  # which believes to be the primary until it is told otherwise
 
     def stop(self) -> None:
         for process in (*self.sentinels.values(), *self.servers.values()):

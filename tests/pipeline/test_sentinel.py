@@ -1,7 +1,6 @@
 """A primary of Redis that dies, and Sentinels that name another, which lacks what was written last: no stream changes a byte."""
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all
 from tests.sentinels import Guarded, running_sentinels
-from tests.waiting import wait_until
 
 LAG_S = 1.0  # of the replica that takes over
 
@@ -33,12 +31,4 @@ def deployment(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_streams_go_on_with_the_same_bytes_at_a_replica_that_lagged(guarded: Guarded, deployment: Deployment) -> None:
     undisturbed = asyncio.run(stream_all(deployment, 6, max_tokens=700))
 
-    async def fail_over() -> None:
-        guarded.signal_replicas(signal.SIGSTOP)
-        await asyncio.sleep(LAG_S)
-        died = guarded.kill_primary()
-        guarded.signal_replicas(signal.SIGCONT)
-        await asyncio.to_thread(wait_until, lambda: guarded.primary() != died, description="another is the primary")
-        guarded.start_server(died)  # which believes to be the primary until it is told otherwise
-
-    assert asyncio.run(stream_all(deployment, 6, max_tokens=700, disturb=fail_over)) == undisturbed
+    assert asyncio.run(stream_all(deployment, 6, max_tokens=700, disturb=lambda: guarded.fail_over(LAG_S))) == undisturbed
