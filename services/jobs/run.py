@@ -57,7 +57,7 @@ GONE = [{"code": "file_not_found", "line": None, "message": "the input file is g
 LOST = RequestError("Redis has lost this request again and again", code="request_lost")
 
 # ARGV: batch key, how often it was begun in vain. Makes no batch of one that is gone.
-BEGUN = "if redis.call('EXISTS', ARGV[1]) == 1 then redis.call('HSET', ARGV[1], 'num_begun', ARGV[2]) end"
+BEGUN = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'num_begun', ARGV[1]) end"
 
 
 class BatchRun:
@@ -137,7 +137,7 @@ class BatchRun:
 
     async def _begun(self, num_begun: int) -> None:
         """Note how often in a row the batch was begun in vain."""
-        await persist(lambda: self.runtime.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
+        await persist(lambda: self.runtime.client.eval(BEGUN, 1, batch_key(self.batch_id), num_begun))
 
     async def _load(self) -> Batch | None:
         """The batch as it is, told what is counted so far; and whether Redis is full."""
@@ -147,7 +147,7 @@ class BatchRun:
                 totals = self._totals()
                 if self.is_answering and totals.num_lines > self.told:
                     queue_note(pipe, self.batch_id, asdict(totals))
-                    pipe.eval(BEGUN, 0, batch_key(self.batch_id), 1)
+                    pipe.eval(BEGUN, 1, batch_key(self.batch_id), 1)
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()

@@ -93,7 +93,7 @@ async def sweep(runtime: JobsRuntime) -> None:
         running.append(batch)
         # so long: not renewed since Redis' clock went back, when its holder's lease became as long
         if holder not in alive or left_ms > 1000 * LEASE_S:
-            await runtime.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
+            await runtime.client.eval(RENEW, 1, batch_lease_key(name), lease or b"", 0)
             if batch.closes(time.time()):
                 end_soon(runtime, name)
             else:
@@ -159,7 +159,7 @@ async def shorten_logs(runtime: JobsRuntime) -> int:
                 response_id = response_of(key.decode().removeprefix(log_key("")))
                 # of no use without the log; where others of the response run, a day long
                 for other in (stored_key(response_id), response_key(response_id)):
-                    pipe.eval(SHORTEN, 0, other, SHORT_LOG_TTL_S, LOG_TTL_S)
+                    pipe.eval(SHORTEN, 1, other, SHORT_LOG_TTL_S, LOG_TTL_S)
             await pipe.execute()
         num_shortened += len(ended)
         if cursor == 0:
@@ -167,9 +167,9 @@ async def shorten_logs(runtime: JobsRuntime) -> int:
     return num_shortened
 
 
-# ARGV: key, s, s: the life of what has ended, that is to be as short as the first; what has longer
+# KEYS[1]: key. ARGV: s, s: the life of what has ended, that is to be as short as the first; what has longer
 # to live stays.
-SHORTEN = "if redis.call('TTL', ARGV[1]) <= tonumber(ARGV[3]) then redis.call('EXPIRE', ARGV[1], ARGV[2]) end"
+SHORTEN = "if redis.call('TTL', KEYS[1]) <= tonumber(ARGV[2]) then redis.call('EXPIRE', KEYS[1], ARGV[1]) end"
 
 
 async def tidy(runtime: JobsRuntime) -> None:
@@ -214,15 +214,15 @@ async def remove_streams(runtime: JobsRuntime) -> int:
         prefix = make("").key
         for key in [key.decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
             if key.removeprefix(prefix) not in served:
-                num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 0, key, UNUSED_MS) or 0)
+                num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 1, key, UNUSED_MS) or 0)
     return num_removed
 
 
-# ARGV: stream, ms. In one script: a gateway may just be about to add to it.
+# KEYS[1]: stream. ARGV: ms. In one script: a gateway may just be about to add to it.
 REMOVE_UNUSED = """
-if redis.call('TYPE', ARGV[1]).ok ~= 'stream' or redis.call('XLEN', ARGV[1]) > 0 then return 0 end
+if redis.call('TYPE', KEYS[1]).ok ~= 'stream' or redis.call('XLEN', KEYS[1]) > 0 then return 0 end
 local now = redis.call('TIME')
-local last = tonumber(string.match(redis.call('XINFO', 'STREAM', ARGV[1])[8], '^%d+'))
-if tonumber(now[1]) * 1000 - last < tonumber(ARGV[2]) then return 0 end
-return redis.call('DEL', ARGV[1])
+local last = tonumber(string.match(redis.call('XINFO', 'STREAM', KEYS[1])[8], '^%d+'))
+if tonumber(now[1]) * 1000 - last < tonumber(ARGV[1]) then return 0 end
+return redis.call('DEL', KEYS[1])
 """

@@ -13,7 +13,7 @@ from typing import Any
 from shared.wire.entries import DeadLetter, Delivery, GroupReader, append_to_group
 from shared.wire.line import Pipeline
 from shared.wire.messages import TAGS, Offer, TokenizedRequest
-from shared.wire.streams import MESSAGE, REPLICA_STREAM_TTL_S, GroupStream, offered, offers_key, replica_key
+from shared.wire.streams import MESSAGE, PREFIX, REPLICA_STREAM_TTL_S, GroupStream, offered, offers_key, replica_key
 
 MAX_OFFERED = 1024  # in a replica's stream: what is older was taken up or stolen long ago
 OFFERS_TTL_S = 3600  # past the last offer
@@ -68,13 +68,14 @@ local function now_ms()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 """
-# KEYS: prompts, offers, the replica's stream; ARGV: group, replica, wait in ms, the replica's announcement. The last entry is to be
+# KEYS: prompts, offers, the replica's stream; ARGV: group, replica, wait in ms, the replica's announcement, which a tokenizer may only read. The last entry is to be
 # delivered: reading gives it if it is the only one that is not. A full Redis refuses the hint: pcall, for an error here would
 # have the whole transaction repeated.
 DELIVER = (
-    NOW
+    PREFIX
+    + NOW
     + f"""
-if redis.call('EXISTS', ARGV[4]) == 0 then return end
+if redis.call('EXISTS', prefix .. ARGV[4]) == 0 then return end
 local delivered
 for _, fields in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   local group = {{}}

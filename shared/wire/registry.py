@@ -162,18 +162,18 @@ def withdraw(pipe: Pipeline, replica: Replica) -> None:
 def broadcast(pipe: Pipeline, message: Control) -> None:
     """Append to the control stream, dropping what every replica has long had the chance to read.
     Never by length: by age."""
-    pipe.eval(BROADCAST, 0, encode(message))
+    pipe.eval(BROADCAST, 1, CONTROL.key, encode(message))
 
 
-# for scripts that say something to every replica
+# for scripts that say something to every replica. control: the stream's key
 BROADCAST_FUNCTION = f"""
-local function broadcast(message)
-  redis.call('XADD', '{CONTROL.key}', '*', '{MESSAGE.decode()}', message)
-  redis.call('XTRIM', '{CONTROL.key}', 'MINID', (redis.call('TIME')[1] - {CONTROL_WINDOW_S}) * 1000)
-  redis.call('EXPIRE', '{CONTROL.key}', {2 * CONTROL_WINDOW_S})
+local function broadcast(control, message)
+  redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
+  redis.call('XTRIM', control, 'MINID', (redis.call('TIME')[1] - {CONTROL_WINDOW_S}) * 1000)
+  redis.call('EXPIRE', control, {2 * CONTROL_WINDOW_S})
 end
 """
-BROADCAST = BROADCAST_FUNCTION + "broadcast(ARGV[1])"
+BROADCAST = BROADCAST_FUNCTION + "broadcast(KEYS[1], ARGV[1])"
 
 
 class Heartbeat(threading.Thread):

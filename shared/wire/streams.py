@@ -21,6 +21,11 @@ FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
 MESSAGE, REQUEST_ID, GATEWAY_ID = b"m", b"r", b"g"
 
 
+# For scripts that make keys themselves: what stands before every key of their cell (cells.py), and
+# so before their first one.
+PREFIX = "local prefix = string.match(KEYS[1], '^{[^}]*}:') or ''"
+
+
 @dataclass(frozen=True, slots=True)
 class GroupStream:
     """Shared by the replicas of one stage: each entry goes to one of them and stays pending until

@@ -22,6 +22,7 @@ from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents
 from shared.wire.streams import (
     LOG_TTL_S,
     MESSAGE,
+    PREFIX,
     REPLICA_STREAM_TTL_S,
     RUNNING_LOG_TTL_S,
     DirectStream,
@@ -56,6 +57,7 @@ end
 """
 
 _COMMON = f"""
+{PREFIX}
 {RELEASE}
 local function last_of(key)
   local last = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
@@ -65,12 +67,12 @@ end
 local function close(response, open, is_refused)
   local account, size, keeps = unpack(redis.call('HMGET', open, 'account', 'size', 'keeps'))
   redis.call('DEL', open)
-  redis.call('UNLINK', '{images_key("")}' .. response)
-  local stored = '{stored_key("")}' .. response
+  redis.call('UNLINK', prefix .. '{images_key("")}' .. response)
+  local stored = prefix .. '{stored_key("")}' .. response
   if is_refused and redis.call('STRLEN', stored) > tonumber(keeps) then redis.call('UNLINK', stored) end
   redis.call('EXPIRE', stored, {LOG_TTL_S})
-  redis.call('EXPIRE', '{response_key("")}' .. response, {LOG_TTL_S})
-  redis.call('EXPIRE', '{reader_key("")}' .. response, {LOG_TTL_S})
+  redis.call('EXPIRE', prefix .. '{response_key("")}' .. response, {LOG_TTL_S})
+  redis.call('EXPIRE', prefix .. '{reader_key("")}' .. response, {LOG_TTL_S})
   release(account, size .. '/' .. response, redis.call('STRLEN', stored))
 end
 local function give_back(shares, account, tokens)
@@ -81,9 +83,9 @@ end
 local function leave(inflight, request, is_refused)
   local tokens = redis.call('HGET', inflight, request)
   if tokens then
-    local shares = '{shares_key("")}' .. string.sub(inflight, {len(inflight_key("")) + 1})
+    local shares = prefix .. '{shares_key("")}' .. string.sub(inflight, #prefix + {len(inflight_key("")) + 1})
     local response = string.match(request, '^(.*)%.') or request
-    local open = '{open_key("")}' .. response
+    local open = prefix .. '{open_key("")}' .. response
     redis.call('HDEL', inflight, request)
     redis.call('HINCRBY', inflight, '', -tokens)
     give_back(shares, redis.call('HGET', open, 'account'), tokens)
@@ -98,8 +100,8 @@ local function write_end(key, id, event, inflight, request, is_refused)
 end
 """
 
-# ARGV[1]: msgpack of [inflight key, [[request id, position, event, is end], …], [[stream key,
-# message], …]]. One packed argument, because hundreds of commands a step cost the client more
+# KEYS[1]: inflight key. ARGV[1]: msgpack of [[[request id, position, event, is end], …], [[stream
+# key, message], …]]. One packed argument, because hundreds of commands a step cost the client more
 # than the whole decision. Returns what was refused: [index from 1, what the log holds at that
 # position or as its end; nil: the log has lost what came before]. What follows a refused entry in
 # its log is refused with it, unseen: it was computed on that one. If anything was refused, no
@@ -107,11 +109,11 @@ end
 WRITE_STEP = (
     _COMMON
     + f"""
-local inflight, entries, messages = unpack(cmsgpack.unpack(ARGV[1]))
+local inflight, entries, messages = KEYS[1], unpack(cmsgpack.unpack(ARGV[1]))
 local refused, is_cut = {{}}, {{}}
 for i, entry in ipairs(entries) do
   local request, position, event, is_end = unpack(entry)
-  local key = '{log_key("")}' .. request
+  local key = prefix .. '{log_key("")}' .. request
   local last, has_ended, payload = last_of(key)
   if is_cut[key] then
     refused[#refused + 1] = {{i, ''}}
@@ -131,23 +133,25 @@ for i, entry in ipairs(entries) do
 end
 if #refused == 0 then
   for _, message in ipairs(messages) do
-    redis.call('XADD', message[1], '*', '{MESSAGE.decode()}', message[2])
-    redis.call('EXPIRE', message[1], {REPLICA_STREAM_TTL_S})
+    local stream = prefix .. message[1]
+    redis.call('XADD', stream, '*', '{MESSAGE.decode()}', message[2])
+    redis.call('EXPIRE', stream, {REPLICA_STREAM_TTL_S})
   end
 end
 return refused
 """
 )
 
-# ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed
-# ('' for none), the events streams' prefix, the event before and after its position, a StepEvents
-# message before and after its one event, '1' if the request was refused: then little of it stays
-# stored. The position is the log's own. The event of the end that the log holds, this one or an
-# earlier one, goes to whoever reads the response.
+# KEYS: log key, inflight key, reader key. ARGV: request id, the gateway that reads if nobody resumed
+# ('' for none), the event before and after its position, a StepEvents message before and after its
+# one event, '1' if the request was refused: then little of it stays stored. The position is the
+# log's own. The event of the end that the log holds, this one or an earlier one, goes to whoever
+# reads the response.
 WRITE_END = (
     _COMMON
     + f"""
-local key, request, inflight, reader, stream, prefix, head, tail, before, behind, refused = unpack(ARGV)
+local key, inflight, reader = unpack(KEYS)
+local request, gateway, head, tail, before, behind, refused = unpack(ARGV)
 local last, has_ended, event = last_of(key)
 if has_ended then
   leave(inflight, request)
@@ -155,9 +159,9 @@ else
   event = head .. cmsgpack.pack(last) .. tail
   write_end(key, last .. '-1', event, inflight, request, refused == '1')
 end
-local resumed = redis.call('HGET', reader, 'gateway')
-if resumed then stream = prefix .. resumed end
-if stream ~= '' then
+gateway = redis.call('HGET', reader, 'gateway') or gateway
+if gateway ~= '' then
+  local stream = prefix .. '{events("").key}' .. gateway
   redis.call('XADD', stream, '*', '{MESSAGE.decode()}', before .. '\\198' .. struct.pack('>I4', #event) .. event .. behind)
   redis.call('EXPIRE', stream, {REPLICA_STREAM_TTL_S})
 end
@@ -185,8 +189,8 @@ def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages
     messages in order. WRITE_STEP says what is returned."""
     logs = [[each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries]
     # Lua's cmsgpack knows msgpack's old raw type only, which holds bytes and text alike
-    packed = msgpack.packb([inflight_key(model), logs, [[stream.key, encode(message)] for stream, message in messages]], use_bin_type=False)
-    pipe.eval(WRITE_STEP, 0, packed)
+    packed = msgpack.packb([logs, [[stream.key, encode(message)] for stream, message in messages]], use_bin_type=False)
+    pipe.eval(WRITE_STEP, 1, inflight_key(model), packed)
 
 
 def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
@@ -202,24 +206,22 @@ def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | N
     request_id = event.request_id
     head, tail = encode_around(event, "position")  # the script puts the log's there
     before, behind = encode_around(StepEvents((), moments), "events")
-    stream = events(gateway_id).key if gateway_id else ""
-    keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
+    keys = (log_key(request_id), inflight_key(model), reader_key(response_of(request_id)))
     is_refused = event.error is not None and 400 <= event.error.status < 500
-    pipe.eval(WRITE_END, 0, *keys, head, tail, before + _ONE_EVENT, behind, "1" if is_refused else "")
+    pipe.eval(WRITE_END, 3, *keys, request_id, gateway_id or "", head, tail, before + _ONE_EVENT, behind, "1" if is_refused else "")
 
 
-# ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when
+# KEYS: group stream, then the log of each entry's request. ARGV: group, then the entries' ids. An entry is done when
 # its log has an end: Redis may have lost that end since it was written, and the entry is then what
 # brings the request back.
 FINISH_ENDED = (
     _COMMON
     + """
-local stream, group = ARGV[1], ARGV[2]
-for i = 3, #ARGV, 2 do
-  local _, has_ended = last_of(ARGV[i + 1])
+for i = 2, #KEYS do
+  local _, has_ended = last_of(KEYS[i])
   if has_ended then
-    redis.call('XACK', stream, group, ARGV[i])
-    redis.call('XDEL', stream, ARGV[i])
+    redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
+    redis.call('XDEL', KEYS[1], ARGV[i])
   end
 end
 """
@@ -230,8 +232,8 @@ def finish_ended(pipe: Pipeline, stream: GroupStream, request_by_entry: dict[byt
     """Acknowledge and delete the entries whose requests have ended; leave those whose end is not in
     their logs to be claimed again."""
     if request_by_entry:
-        arguments = [each for entry_id, request_id in request_by_entry.items() for each in (entry_id, log_key(request_id))]
-        pipe.eval(FINISH_ENDED, 0, stream.key, stream.group, *arguments)
+        logs = map(log_key, request_by_entry.values())
+        pipe.eval(FINISH_ENDED, 1 + len(request_by_entry), stream.key, *logs, stream.group, *request_by_entry)
 
 
 def queue_read(pipe: Pipeline, request_id: str, after_position: int = 0) -> None:

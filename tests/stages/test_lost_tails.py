@@ -18,17 +18,17 @@ REQUESTS = (
 
 # ARGV: key, how many entries are left. Returns whether the request has not ended.
 CUT = """
-local entries = redis.call('XRANGE', ARGV[1], '-', '+')
+local entries = redis.call('XRANGE', KEYS[1], '-', '+')
 if #entries == 0 or entries[#entries][2][3] == 'e' then return 0 end
-redis.call('DEL', ARGV[1])
-for at = 1, math.min(tonumber(ARGV[2]), #entries) do redis.call('XADD', ARGV[1], entries[at][1], unpack(entries[at][2])) end
+redis.call('DEL', KEYS[1])
+for at = 1, math.min(tonumber(ARGV[1]), #entries) do redis.call('XADD', KEYS[1], entries[at][1], unpack(entries[at][2])) end
 return 1
 """
 
 
 def cut(line: LineOfStages, request: GenerateRequest, num_left: int) -> bool:
     """Leave so many entries of the log, as if no other had been. False: the request has ended, and it stays whole."""
-    return bool(line.client.eval(CUT, 0, log_key(request.request_id), str(num_left)))
+    return bool(line.client.eval(CUT, 1, log_key(request.request_id), str(num_left)))
 
 
 @pytest.mark.parametrize("num_left", [0, 20])

@@ -11,7 +11,7 @@ from services.requests.client import persist
 from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, encode
 from shared.wire.registry import BROADCAST_FUNCTION
-from shared.wire.streams import LOG_TTL_S, reader_key, tombstone_key
+from shared.wire.streams import CONTROL, LOG_TTL_S, reader_key, tombstone_key
 from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
@@ -20,16 +20,16 @@ MAX_PENDING = 10_000  # responses that wait for Redis to come back; of more, the
 CHUNK = 64  # responses in a round trip
 LAST_TRY_S = 2.0
 
-# ARGV: reader key, generation, Control message, TTL of tombstones, tombstones … Only the response's
-# present reader may cancel: whoever resumed it reads on. A tombstone stops what is queued, the word
-# on the control stream what runs.
+# KEYS: reader key, control stream, tombstones … ARGV: generation, Control message, TTL of tombstones.
+# Only the response's present reader may cancel: whoever resumed it reads on. A tombstone stops what
+# is queued, the word on the control stream what runs.
 CANCEL = (
     BROADCAST_FUNCTION
     + """
-local reader, generation, message, ttl = unpack(ARGV, 1, 4)
+local reader, generation, message, ttl = KEYS[1], unpack(ARGV)
 if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(generation) then return 0 end
-for i = 5, #ARGV do redis.call('SET', ARGV[i], '1', 'EX', ttl) end
-broadcast(message)
+for i = 3, #KEYS do redis.call('SET', KEYS[i], '1', 'EX', ttl) end
+broadcast(KEYS[2], message)
 return 1
 """
 )
@@ -77,8 +77,8 @@ class Canceller:
         async with self.client.pipeline(transaction=False) as pipe:
             for (response_id, generation), request_ids in written:
                 message = encode(Control("cancel", request_ids))
-                tombstones = map(tombstone_key, request_ids)
-                pipe.eval(CANCEL, 0, reader_key(response_id), generation, message, LOG_TTL_S, *tombstones)
+                keys = (reader_key(response_id), CONTROL.key, *map(tombstone_key, request_ids))
+                pipe.eval(CANCEL, len(keys), *keys, generation, message, LOG_TTL_S)
             await pipe.execute()
         for key, request_ids in written:
             if self._pending.get(key) == request_ids:

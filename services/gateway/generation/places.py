@@ -20,15 +20,15 @@ MAX_FOLLOWERS = 512  # streams that follow logs; each holds a connection to Redi
 MAX_FOLLOWERS_OF_ONE = 128
 PRICE = 0.1  # of a reading, in requests
 
-# ARGV: quota key, running key, requests a minute, tokens a minute, the price. Returns what
+# KEYS: quota key, running key. ARGV: requests a minute, tokens a minute, the price. Returns what
 # look_at_limits does.
 CHARGE = (
     SCRIPT
     + """
-local rpm, tpm = tonumber(ARGV[3]), tonumber(ARGV[4])
-local left, exceeded = look_at_limits(ARGV[1], ARGV[2], rpm, tpm, -1, tonumber(ARGV[5]), 0, 0)
+local rpm, tpm = tonumber(ARGV[1]), tonumber(ARGV[2])
+local left, exceeded = look_at_limits(KEYS[1], KEYS[2], rpm, tpm, -1, tonumber(ARGV[3]), 0, 0)
 if exceeded then return {left, exceeded} end
-charge(ARGV[1], rpm, tpm, left)
+charge(KEYS[1], rpm, tpm, left)
 return {left}
 """
 )
@@ -66,7 +66,7 @@ class Reading:
         tenant = caller.tenant
         limits = [UNLIMITED if each is None else each for each in (tenant.requests_per_minute, tenant.tokens_per_minute)]
         with redis_errors_as_503():
-            left, *exceeded = await self.client.eval(CHARGE, 0, quota_key(tenant.tenant_id), running_key(tenant.tenant_id), *limits, PRICE)
+            left, *exceeded = await self.client.eval(CHARGE, 2, quota_key(tenant.tenant_id), running_key(tenant.tenant_id), *limits, PRICE)
         if exceeded:
             raise caller.refused("requests", exceeded[0][1], left)
         caller.tell(left)

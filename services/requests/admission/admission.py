@@ -22,7 +22,7 @@ from services.requests.admission.held import HELD, check_size, too_much_held
 from services.requests.admission.redis_memory import RedisMemory
 from services.requests.client import redis_errors_as_503
 from services.requests.record import ResponseRecord
-from services.requests.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, Caller
+from services.requests.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, UNLIMITED, Caller
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import RequestSettings
@@ -34,6 +34,7 @@ from shared.wire.stage import Stage
 from shared.wire.streams import (
     GATEWAY_ID,
     MESSAGE,
+    PREFIX,
     REQUEST_ID,
     RUNNING_LOG_TTL_S,
     held_key,
@@ -63,29 +64,34 @@ for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
 """
 
-# ARGV: inflight key, requests stream, response key, response record, stored key, what is stored
-# ('': nothing), their TTL in seconds, most requests, most tokens, tokens in all, gateway id, open
-# key, most bytes that stay stored if it is refused, shares key; what limits.py says of the tenant; the tenant's
-# account, most bytes in it, bytes in all; then for each request its id, its tokens and its message.
+# KEYS: inflight key, response key, stored key, open key, shares key, images key, the tenant's quota,
+# running and account, the first request's log. ARGV: requests stream (a gateway may only write it,
+# and must be allowed to read a script's keys), response record, what is stored ('': nothing), their
+# TTL in seconds, most requests, most tokens, tokens in all, gateway id, most bytes that stay stored
+# if it is refused; what limits.py says of the tenant; most bytes in the account, bytes in all; then
+# for each request its id, its tokens and its message.
 # Returns what is left to the tenant (nothing, if it has no limits), and, if they do not fit, why:
 # {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' |
 # 'tokens' | 'concurrency', ms to wait}. A response that was submitted before is not again: a batch
 # that goes on after a death does not know how far it had come.
-LIMITS = 15
+LIMITS = 10
 ACCOUNT = LIMITS + NUM_ARGUMENTS
-FIRST = ACCOUNT + 3
+FIRST = ACCOUNT + 2
 SUBMIT = (
-    SCRIPT
+    PREFIX
+    + SCRIPT
     + HELD
     + f"""
-local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway, open, keeps, shares = unpack(ARGV, 1, {LIMITS - 1})
-if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', '{log_key("")}' .. ARGV[{FIRST}]) == 1 then return {{{{}}}} end
-local quota, running, rpm, tpm, concurrency, charged_requests, charged_tokens = unpack(ARGV, {LIMITS}, {ACCOUNT - 1})
+local inflight, response, stored, open, shares, images, quota, running, account, log = unpack(KEYS)
+local stream, record, content, ttl, max_requests, max_tokens, tokens, gateway, keeps = unpack(ARGV, 1, {LIMITS - 1})
+if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', log) == 1 then return {{{{}}}} end
+local rpm, tpm, concurrency, charged_requests, charged_tokens = unpack(ARGV, {LIMITS}, {ACCOUNT - 1})
 rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
-local account, max_size, size = ARGV[{ACCOUNT}], tonumber(ARGV[{ACCOUNT + 1}]), tonumber(ARGV[{ACCOUNT + 2}])
+local is_limited = rpm ~= {UNLIMITED} or tpm ~= {UNLIMITED} or concurrency ~= {UNLIMITED}
+local max_size, size = tonumber(ARGV[{ACCOUNT}]), tonumber(ARGV[{ACCOUNT + 1}])
 local num_sequences = (#ARGV - {FIRST - 1}) / 3
 local left, exceeded = {{}}, nil
-if quota ~= '' then
+if is_limited then
   left, exceeded = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
   if exceeded then return {{left, exceeded}} end
 end
@@ -99,16 +105,16 @@ local function fits(held, own, more, most) return held + more <= most or (tonumb
 if not (fits(held_requests, own_requests, num_sequences, tonumber(max_requests)) and fits(held_tokens, own_tokens, tokens, tonumber(max_tokens))) then
   return {{left, {{'full', held_requests, held_tokens}}}}
 end
-if quota ~= '' then charge(quota, rpm, tpm, left) end
+if is_limited then charge(quota, rpm, tpm, left) end
 redis.call('SET', response, record, 'EX', ttl)
 if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
-redis.call('EXPIRE', '{images_key("")}' .. string.match(ARGV[{FIRST}], '^(.*)%.'), ttl)
+redis.call('EXPIRE', images, ttl)
 redis.call('HSET', open, 'left', num_sequences, 'account', account, 'size', size, 'keeps', keeps)
 redis.call('EXPIRE', open, ttl)
 hold(account, size .. '/' .. string.match(ARGV[{FIRST}], '^(.*)%.'), size, ttl)
 for i = {FIRST}, #ARGV, 3 do
   redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
-  redis.call('XADD', stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
+  redis.call('XADD', prefix .. stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
 end
 redis.call('HINCRBY', inflight, '', tokens)
 redis.call('EXPIRE', inflight, ttl)
@@ -187,15 +193,15 @@ class Admission:
             check_size(size, most)
             if len(message) > LONG_BYTES:
                 await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
-        arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
-        arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
-        arguments += [open_key(response_id), keeps, shares_key(model)]
-        arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), held_key(caller.tenant.tenant_id), most, size]
+        keys = [inflight_key(model), response_key(response_id), stored_key(response_id), open_key(response_id), shares_key(model)]
+        keys += [images_key(response_id), *caller.keys, held_key(caller.tenant.tenant_id), log_key(submitted[0].request_id)]
+        arguments: list[str | bytes | int] = [requests(model).key, record, stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id, keeps]
+        arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), most, size]
         for request, count, message in zip(submitted, tokens, messages, strict=True):
             arguments += [request.request_id, count, message]
         if images:
             await self._keep(images_key(response_id), images)
-        left, *exceeded = await self.client.eval(SUBMIT, 0, *arguments)
+        left, *exceeded = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
         if not exceeded:
             return caller.admitted(left)
         if images:
@@ -223,7 +229,7 @@ class Admission:
         what the client raises."""
         if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
             return
-        left, *exceeded = await self.client.eval(CHARGE_REQUEST, 0, *caller.request_arguments())
+        left, *exceeded = await self.client.eval(CHARGE_REQUEST, 1, caller.keys[0], *caller.request_arguments())
         if not exceeded:
             return caller.counted(left)
         kind, wait_ms = exceeded[0]

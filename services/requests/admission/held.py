@@ -18,7 +18,7 @@ CODE = "storage_limit_exceeded"
 MAX_WAIT_S = 60  # that a client is told to wait: others of the tenant's requests may end long before its oldest response expires
 MAX_CHECKED = 100  # entries of an account in one script
 
-# For the script that admits. `held_by` returns the bytes in an account once what has expired is out
+# For the script that admits, behind PREFIX. `held_by` returns the bytes in an account once what has expired is out
 # of it; if that is more than `room`, it looks whether the oldest entries are still there.
 HELD = f"""
 local function drop(account, member)
@@ -30,7 +30,7 @@ local function held_by(account, room)
   if tonumber(redis.call('GET', account .. '{held_bytes_key("")}') or '0') > room then
     for _, member in ipairs(redis.call('ZRANGE', account, 0, {MAX_CHECKED - 1})) do
       local id = string.match(member, '/(.*)$')
-      if redis.call('EXISTS', '{open_key("")}' .. id, '{stored_key("")}' .. id) == 0 then drop(account, member) end
+      if redis.call('EXISTS', prefix .. '{open_key("")}' .. id, prefix .. '{stored_key("")}' .. id) == 0 then drop(account, member) end
     end
   end
   return tonumber(redis.call('GET', account .. '{held_bytes_key("")}') or '0')
@@ -47,20 +47,21 @@ local function hold(account, member, size, ttl)
 end
 """
 
-# ARGV: account, stored key, response id
+# KEYS: account, stored key. ARGV: response id
 DELETE = (
     RELEASE
     + """
-release(ARGV[1], redis.call('STRLEN', ARGV[2]) .. '/' .. ARGV[3], 0)
-redis.call('UNLINK', ARGV[2])
+release(KEYS[1], redis.call('STRLEN', KEYS[2]) .. '/' .. ARGV[1], 0)
+redis.call('UNLINK', KEYS[2])
 """
 )
 
-# ARGV: account, stored key, response id, its length as it was read, what is to be stored in its place, a key that must be there ('': none). What has changed
-# since it was read stays as it is.
+# KEYS: account, stored key, and a key that must be there, if any. ARGV: response id, the length of what was read, what is to be stored in its place. Changed
+# since it was read, it stays as it is.
 REWRITE = f"""
-local account, stored, id, size, content, needed = unpack(ARGV)
-if needed ~= '' and redis.call('EXISTS', needed) == 0 or redis.call('STRLEN', stored) ~= tonumber(size) then return end
+local account, stored, needed = unpack(KEYS)
+local id, size, content = unpack(ARGV)
+if needed and redis.call('EXISTS', needed) == 0 or redis.call('STRLEN', stored) ~= tonumber(size) then return end
 redis.call('SET', stored, content, 'KEEPTTL')
 local expires = redis.call('ZSCORE', account, size .. '/' .. id)
 if not expires then return end
@@ -87,9 +88,10 @@ def too_much_held(held: int, more: int, most: int, wait_s: int) -> Rejected:
 
 def queue_delete(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str) -> None:
     """Queue that nothing stays stored of a response that has ended."""
-    pipe.eval(DELETE, 0, held_key(tenant_id), stored_key(response_id), response_id)
+    pipe.eval(DELETE, 2, held_key(tenant_id), stored_key(response_id), response_id)
 
 
 def queue_rewrite(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str, size: int, content: bytes, needed: str = "") -> None:
     """Queue that something else is stored of a response that has ended. size: of what was read, in bytes; needed: a response that must be stored, too."""
-    pipe.eval(REWRITE, 0, held_key(tenant_id), stored_key(response_id), response_id, size, content, stored_key(needed) if needed else "")
+    keys = [held_key(tenant_id), stored_key(response_id), *([stored_key(needed)] if needed else [])]
+    pipe.eval(REWRITE, len(keys), *keys, response_id, size, content)

@@ -20,17 +20,17 @@ OUTCOMES = ("completed", "failed", "not_executed")  # of lines; the last: their 
 ENDS = ("completed", "failed", "expired", "cancelled")  # of batches
 ENDED = "ended:"  # what the count of such an end begins with
 
-# ARGV: batch key, figures key, their life in seconds, the time, then counts of the batch and their
+# KEYS: batch key, figures key. ARGV: their life in seconds, the time, then counts of the batch and their
 # values. Counts only grow: who begins a batch again knows less of it at first. One that is gone
 # stays so.
 NOTE = """
-if redis.call('EXISTS', ARGV[1]) == 0 then return end
-for at = 5, #ARGV, 2 do
-  local more = tonumber(ARGV[at + 1]) - tonumber(redis.call('HGET', ARGV[1], ARGV[at]) or 0)
+if redis.call('EXISTS', KEYS[1]) == 0 then return end
+for at = 3, #ARGV, 2 do
+  local more = tonumber(ARGV[at + 1]) - tonumber(redis.call('HGET', KEYS[1], ARGV[at]) or 0)
   if more > 0 then
-    redis.call('HSET', ARGV[1], ARGV[at], ARGV[at + 1], 'progressed_at', ARGV[4])
-    redis.call('HINCRBY', ARGV[2], ARGV[at], more)
-    redis.call('EXPIRE', ARGV[2], ARGV[3])
+    redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1], 'progressed_at', ARGV[2])
+    redis.call('HINCRBY', KEYS[2], ARGV[at], more)
+    redis.call('EXPIRE', KEYS[2], ARGV[1])
   end
 end
 """
@@ -39,7 +39,7 @@ end
 def queue_note(pipe: Pipeline, batch_id: str, counts: dict[str, int]) -> None:
     """Note how far a batch is."""
     pairs = [each for pair in counts.items() for each in pair]
-    pipe.eval(NOTE, 0, batch_key(batch_id), BATCH_FIGURES, FILE_TTL_S, int(time.time()), *pairs)
+    pipe.eval(NOTE, 2, batch_key(batch_id), BATCH_FIGURES, FILE_TTL_S, int(time.time()), *pairs)
 
 
 def queue_created(pipe: Pipeline, created_at: int) -> None:

@@ -31,17 +31,18 @@ SET_ID = re.compile(r"pm-[0-9a-f]{24}")
 ABOUT = "about"  # the field that has what the set is; the others have a module's parts, by its name
 PREFIX = "module:"
 
-# ARGV: the set's key, its owner's sets, its id, the time, TTL in seconds, most sets, most bytes, its
-# bytes, then fields and values. Returns whether there is room for it.
+# KEYS: the set's key, its owner's sets. ARGV: its id, the time, TTL in seconds, most sets, most bytes,
+# its bytes, then fields and values. Returns whether there is room for it.
 CREATE = """
-local key, owned, id, now, ttl, max_sets, max_bytes, size = unpack(ARGV, 1, 8)
+local key, owned = unpack(KEYS)
+local id, now, ttl, max_sets, max_bytes, size = unpack(ARGV, 1, 6)
 redis.call('ZREMRANGEBYSCORE', owned, '-inf', now - ttl)
 local member, sum, count = size .. '/' .. id, 0, 0
 for _, each in ipairs(redis.call('ZRANGE', owned, 0, -1)) do
   if each ~= member then sum, count = sum + string.match(each, '^%d+'), count + 1 end
 end
 if count >= tonumber(max_sets) or sum + size > tonumber(max_bytes) then return 0 end
-if redis.call('EXISTS', key) == 0 then redis.call('HSET', key, unpack(ARGV, 9)) end
+if redis.call('EXISTS', key) == 0 then redis.call('HSET', key, unpack(ARGV, 7)) end
 redis.call('EXPIRE', key, ttl)
 redis.call('ZADD', owned, now, member)
 redis.call('EXPIRE', owned, ttl)
@@ -99,9 +100,9 @@ class ModuleStore:
         set_id = f"pm-{digest}"
         about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": said})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
-        keys = module_set_key(owner, set_id), module_sets_key(owner), set_id
+        keys = module_set_key(owner, set_id), module_sets_key(owner)
         with redis_errors_as_503():
-            is_kept: Any = await self.client.eval(CREATE, 0, *keys, time.time(), TTL_S, MAX_SETS, MAX_BYTES, num_bytes, *fields)
+            is_kept: Any = await self.client.eval(CREATE, 2, *keys, set_id, time.time(), TTL_S, MAX_SETS, MAX_BYTES, num_bytes, *fields)
         if not is_kept:
             reason = f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
             raise Rejected(reason, status=429, retry_after_s=60, code="storage_limit_exceeded")

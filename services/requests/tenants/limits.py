@@ -16,7 +16,7 @@ from shared.wire.streams import quota_key, running_key
 
 BUCKET_TTL_S = 120  # of one that nobody asks for: it is full after a minute
 UNLIMITED = -1
-NUM_ARGUMENTS = 7  # of a script that admits: Caller.arguments
+NUM_ARGUMENTS = 5  # of a script that admits: Caller.arguments
 
 # For that script. The first function returns what will be left (requests, tokens, as of when), and,
 # if a limit is exceeded, its kind and the ms until it is there. The second one takes what was
@@ -49,12 +49,12 @@ end
 """
 
 
-# ARGV: quota key, requests a minute, tokens a minute. Charges one request, before work is done for
+# KEYS[1]: quota key. ARGV: requests a minute, tokens a minute. Charges one request, before work is done for
 # it. Returns as the first function does
 CHARGE_REQUEST = (
     SCRIPT
     + """
-local quota, rpm, tpm = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local quota, rpm, tpm = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
 local left, exceeded = look_at_limits(quota, '', rpm, tpm, 0, 1, 0, 0)
 if exceeded then return {left, exceeded} end
 charge(quota, rpm, tpm, left)
@@ -73,16 +73,21 @@ class Caller:
     is_counted: bool = False  # the request is charged, of its tokens nothing yet
     headers: dict[str, str] = field(default_factory=dict)  # what is left, as the client is told
 
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The keys of what the tenant has been charged, and of what runs."""
+        return quota_key(self.tenant.tenant_id), running_key(self.tenant.tenant_id)
+
     def arguments(self, num_tokens: int, num_output_tokens: int, num_sequences: int) -> list[str | int]:
-        """The script's arguments: quota key (empty: no limits), running key, requests a minute,
-        tokens a minute, requests at once, what to charge of both.
+        """The script's arguments: requests a minute, tokens a minute, requests at once (UNLIMITED:
+        no limit), and how many requests and tokens to charge.
 
         The request and its prompt are charged once, with what is handed over first. Raises Invalid
         for what can never pass.
         """
         tenant = self.tenant
         if not tenant.has_limits:
-            return ["", "", UNLIMITED, UNLIMITED, UNLIMITED, 0, 0]
+            return [UNLIMITED, UNLIMITED, UNLIMITED, 0, 0]
         num_requests, num_charged = (0, num_output_tokens) if self.is_charged else (0 if self.is_counted else 1, num_tokens)
         if tenant.tokens_per_minute is not None and num_charged > tenant.tokens_per_minute:
             message = f"the request has {num_charged} tokens, prompt and output, and this key may use {tenant.tokens_per_minute} a minute: lower max_tokens"
@@ -91,8 +96,7 @@ class Caller:
             message = f"the request makes {num_sequences} sequences, and this key may run {tenant.max_concurrency} at once: lower n, or send fewer prompts"
             raise Invalid(message, param="n", code="request_exceeds_limit")
         limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_concurrency)
-        keys = quota_key(tenant.tenant_id), running_key(tenant.tenant_id)
-        return [*keys, *(UNLIMITED if limit is None else limit for limit in limits), num_requests, num_charged]
+        return [*(UNLIMITED if limit is None else limit for limit in limits), num_requests, num_charged]
 
     def refused(self, kind: str, wait_ms: int, left: list[int]) -> Rejected:
         """The error for the limit that is exceeded."""
@@ -109,7 +113,7 @@ class Caller:
     def request_arguments(self) -> list[str | int]:
         """The arguments of CHARGE_REQUEST."""
         limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
-        return [quota_key(self.tenant.tenant_id), *(UNLIMITED if limit is None else limit for limit in limits)]
+        return [*(UNLIMITED if limit is None else limit for limit in limits)]
 
     def counted(self, left: list[int]) -> None:
         """The request is charged. left: as the script returned it."""
