@@ -14,7 +14,6 @@ from typing import Any
 import orjson
 import redis
 from kombu.exceptions import OperationalError
-from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import Empty
 
@@ -23,6 +22,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.entries import write_dead_letter
 from shared.wire.ids import is_batch_id
 from shared.wire.job_queue import RUN_BATCH
+from shared.wire.job_transport import JobChannel, JobTransport
 from shared.wire.line import reason_of
 from shared.wire.streams import JOB_QUEUE, MESSAGE
 from shared.wire.transport import Transport
@@ -111,7 +111,7 @@ class CarefulQoS(kombu_redis.QoS):  # type: ignore[misc]
             self.channel.connection.refuse(raw, Invalid(f"a task that was taken and not acknowledged can't be read: {error!r:.200}"))
 
 
-class CarefulChannel(kombu_redis.Channel):  # type: ignore[misc]
+class CarefulChannel(JobChannel):
     QoS = CarefulQoS
 
     def _brpop_read(self, **options: Any) -> Any:
@@ -132,11 +132,11 @@ class CarefulChannel(kombu_redis.Channel):  # type: ignore[misc]
             super()._do_restore_message(payload, *others, **named)
 
 
-class CarefulTransport(kombu_redis.Transport):  # type: ignore[misc]
-    """kombu's, but that it delivers tasks of ours only."""
+class CarefulTransport(JobTransport):
+    """Delivers tasks of ours only."""
 
     Channel = CarefulChannel
-    refuse: Any = None  # where dead letters go: set by `refuse_foreign_messages`
+    refuse: Any = None  # where dead letters go: set by `careful`
 
     def _deliver(self, message: Any, queue: str) -> None:
         try:
@@ -147,9 +147,7 @@ class CarefulTransport(kombu_redis.Transport):  # type: ignore[misc]
         super()._deliver(task, queue)
 
 
-def refuse_foreign_messages(transport: Transport) -> None:
-    """Have Celery in this process refuse messages that are no task of ours. transport: writes the
-    dead letters."""
-    CarefulTransport.refuse = staticmethod(partial(refuse, transport))
-    name = f"{__name__}:{CarefulTransport.__name__}"
-    TRANSPORT_ALIASES.update(redis=name, rediss=name)
+def careful(transport: Transport) -> type[CarefulTransport]:
+    """Celery's transport for a worker: it refuses messages that are no task of ours. transport:
+    writes the dead letters."""
+    return type(CarefulTransport.__name__, (CarefulTransport,), {"refuse": staticmethod(partial(refuse, transport))})

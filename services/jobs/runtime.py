@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from services.jobs.broker import refuse_foreign_messages
+from services.jobs.broker import careful
 from services.jobs.deaths import Deaths
 from services.jobs.places import Places
 from services.requests.admission.admission import Admission
@@ -63,8 +63,7 @@ class JobsRuntime:
             store=Store(self.client, self.client, 1.0),
         )
         self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
-        refuse_foreign_messages(stage.transport)
-        self.queue = make_queue(settings.redis_url)
+        self.queue = make_queue(settings.redis_url, careful(stage.transport))
         self.deaths = Deaths(stage.transport, stage.replica_id)
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory

@@ -21,6 +21,7 @@ from services.requests.batches.figures import Backlog, queue_backlog
 from services.requests.batches.store import Batch, read_batch
 from services.requests.files.store import CONTENTS
 from shared.process.telemetry import get_logger
+from shared.wire.cells import without_cell
 from shared.wire.job_queue import QUEUED_S
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.wire.registry import look
@@ -146,7 +147,7 @@ async def shorten_logs(runtime: JobsRuntime) -> int:
     cursor, num_scanned, num_shortened = 0, 0, 0
     while num_scanned < MAX_SCANNED:
         found: Any = await runtime.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
-        cursor, keys = found
+        cursor, keys = found[0], [without_cell(key) for key in found[1]]
         num_scanned += SCAN_COUNT
         async with runtime.client.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -212,7 +213,7 @@ async def remove_streams(runtime: JobsRuntime) -> int:
     num_removed = 0
     for make in (requests, prompts):
         prefix = make("").key
-        for key in [key.decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
+        for key in [without_cell(key).decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
             if key.removeprefix(prefix) not in served:
                 num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 1, key, UNUSED_MS) or 0)
     return num_removed

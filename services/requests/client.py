@@ -10,13 +10,15 @@ import redis.asyncio
 from redis.asyncio import BlockingConnectionPool
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
+from redis.exceptions import MovedError
 
 from shared.process.errors import Recoverable
 from shared.process.settings import StageSettings
+from shared.wire.cells import UNREACHABLE, Nodes, in_cell
 from shared.wire.line import REPLY_TIMEOUT_S, reason_of
-from shared.wire.sentinel import is_sentinel_url, parse_sentinel_url
+from shared.wire.redis_urls import parse_named
 from shared.wire.transport import Backoff, is_temporary
 
 T = TypeVar("T")
@@ -46,7 +48,37 @@ class Cancellable(AbstractConnection):
 
 
 class PrimaryPool(BlockingConnectionPool, SentinelConnectionPool):
-    """Connections to the primary that Sentinels name, of which a command waits for one."""
+    """Connections to the primary that Sentinels or a cluster's nodes name, of which a command waits for one."""
+
+
+class AsyncNodes(Nodes):
+    """Nodes, asked without blocking."""
+
+    async def discover_master(self, _: str) -> tuple[str, int]:  # type: ignore[override]
+        for address in tuple(self.addresses):
+            try:
+                async with redis.asyncio.Redis(host=address[0], port=address[1], **self.named.own_options) as node:
+                    slots = await node.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+            except UNREACHABLE:
+                continue
+            if (primary := self.learn(address, slots)) is not None:
+                return primary
+        raise self.not_found
+
+
+class AsyncCellConnection(SentinelManagedConnection):
+    """A connection to the primary of a cell, for commands that know nothing of the cell."""
+
+    def pack_command(self, *arguments: Any) -> list[bytes]:
+        return super().pack_command(*in_cell(self.connection_pool.sentinel_manager.named.prefix, arguments))
+
+    async def read_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*arguments, **options)
+        except MovedError:
+            self.connection_pool.sentinel_manager.moved()
+            await self.disconnect()
+            raise redis.ConnectionError("the cell has moved to another server") from None
 
 
 def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> "redis.asyncio.Redis":
@@ -56,17 +88,14 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
         "max_connections": max_connections, "timeout": CONNECTION_TIMEOUT_S, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 5,
         "socket_timeout": BLOCK_S + REPLY_TIMEOUT_S,
     }  # fmt: skip
-    if is_sentinel_url(settings.redis_url):
-        found = parse_sentinel_url(settings.redis_url)
-        asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)  # type: ignore[no-untyped-call]
-        managed = SentinelManagedSSLConnection if found.has_tls else SentinelManagedConnection
-        pool: BlockingConnectionPool = PrimaryPool(
-            service_name=found.service, sentinel_manager=asked, connection_class=managed, **options | found.options,
-        )  # fmt: skip
+    if (named := parse_named(settings.redis_url)) is not None:
+        asked = AsyncNodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options)  # type: ignore[no-untyped-call]
+        kinds: tuple[type, ...] = (AsyncCellConnection if named.cell else SentinelManagedConnection, *([redis.asyncio.SSLConnection] if named.has_tls else []))
+        pool: BlockingConnectionPool = PrimaryPool(service_name=named.service, sentinel_manager=asked, **options | named.options)
     else:
         pool = BlockingConnectionPool.from_url(settings.redis_url, **options)
-    plain = pool.connection_class  # of the URL's scheme
-    pool.connection_class = type(plain.__name__, (Cancellable, plain), {})
+        kinds = (pool.connection_class,)  # of the URL's scheme
+    pool.connection_class = type(kinds[0].__name__, (Cancellable, *kinds), {})
     return redis.asyncio.Redis.from_pool(pool)
 
 

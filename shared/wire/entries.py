@@ -15,6 +15,7 @@ import redis
 
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
+from shared.wire.cells import without_cell
 from shared.wire.line import Pipeline
 from shared.wire.messages import decode, encode
 from shared.wire.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
@@ -277,8 +278,8 @@ def entries_of(reply: Any) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]
     if not reply:
         return {}
     if isinstance(reply, dict):
-        return {key: [entry for group in groups for entry in group] for key, groups in reply.items()}
-    return {key: [(entry_id, values) for entry_id, values in entries] for key, entries in reply}
+        return {without_cell(key): [entry for group in groups for entry in group] for key, groups in reply.items()}
+    return {without_cell(key): [(entry_id, values) for entry_id, values in entries] for key, entries in reply}
 
 
 def next_id(entry_id: str) -> str:

@@ -8,28 +8,32 @@ results, and their messages are acknowledged when they are done.
 
 from typing import TYPE_CHECKING, Any
 
-from shared.wire.sentinel import broker_of, is_sentinel_url
+from shared.wire.redis_urls import parse_named
 from shared.wire.streams import CELERY_PREFIX, JOB_QUEUE, batch_queued_key
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from shared.wire.job_transport import JobTransport
+
 RUN_BATCH = "penstock.run_batch"
 # after which a task that a dead worker had is another's: beyond the longest, which ends itself
 # after a minute
 TASK_VISIBILITY_S = 300
-SOCKET_TIMEOUT_S = 10  # beyond kombu's blocking reads, of a second
 # after which a task may be sent once more, should the first one be lost; the sweep says when it is
 # not
 QUEUED_S = 60
 
 
-def make_queue(redis_url: str) -> "Celery":
-    """Celery's app. Takes 0.2 s the first time, for its modules."""
+def make_queue(redis_url: str, transport: "type[JobTransport] | None" = None) -> "Celery":
+    """Celery's app. transport: in the place of JobTransport. Takes 0.2 s the first time, for its
+    modules."""
     from celery import Celery
 
-    url, options, tls = broker_of(redis_url) if is_sentinel_url(redis_url) else (broker_url(redis_url), {}, None)
-    app = Celery("penstock", broker=url, set_as_current=False)
+    from shared.wire.job_transport import URL, JobTransport
+
+    named = parse_named(redis_url)
+    app = Celery("penstock", broker="redis://", set_as_current=False)
     app.conf.update(
         task_default_queue=JOB_QUEUE.removeprefix(CELERY_PREFIX),
         task_ignore_result=True,
@@ -40,21 +44,14 @@ def make_queue(redis_url: str) -> "Celery":
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
+        broker_transport=transport or JobTransport,
         broker_transport_options={
+            URL: redis_url,
             "visibility_timeout": TASK_VISIBILITY_S,
-            "global_keyprefix": CELERY_PREFIX,
-            "socket_connect_timeout": 5,
-            "socket_timeout": SOCKET_TIMEOUT_S,
-            **options,
-        },  # fmt: skip
-        **({"broker_use_ssl": tls} if tls is not None else {}),
+            "global_keyprefix": (named.prefix if named is not None else "") + CELERY_PREFIX,
+        },
     )
     return app
-
-
-def broker_url(redis_url: str) -> str:
-    """Celery's way to write the URL: it has a scheme of its own for Unix sockets."""
-    return f"redis+socket://{redis_url.removeprefix('unix://')}" if redis_url.startswith("unix://") else redis_url
 
 
 def send_batch(app: "Celery", client: Any, batch_id: str) -> bool:

@@ -68,9 +68,9 @@ local function now_ms()
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 """
-# KEYS: prompts, offers, the replica's stream; ARGV: group, replica, wait in ms, the replica's announcement, which a tokenizer may only read. The last entry is to be
-# delivered: reading gives it if it is the only one that is not. A full Redis refuses the hint: pcall, for an error here would
-# have the whole transaction repeated.
+# KEYS: prompts, offers, the replica's stream; ARGV: group, replica, wait in ms, the replica's announcement (a tokenizer may only read it,
+# and must be allowed to write a script's keys). The last entry is to be delivered: reading gives it if it is the only one that is not. A
+# full Redis refuses the hint: pcall, for an error here would have the whole transaction repeated.
 DELIVER = (
     PREFIX
     + NOW

@@ -17,20 +17,28 @@ from typing import Any, TypeVar
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from redis.sentinel import Sentinel
+from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from shared.process.errors import Recoverable, StartupError
 from shared.process.telemetry import get_logger
+from shared.wire.cells import CellConnection, Nodes
 from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of, refusal_of
-from shared.wire.sentinel import is_sentinel_url, parse_sentinel_url
+from shared.wire.redis_urls import parse_named
 
 log = get_logger("penstock.transport")
 
 T = TypeVar("T")
-REFUSALS = redis.ReadOnlyError | redis.OutOfMemoryError | redis.exceptions.NoScriptError | redis.exceptions.TryAgainError | redis.exceptions.MasterDownError
+REFUSALS = (
+    redis.ReadOnlyError
+    | redis.OutOfMemoryError
+    | redis.exceptions.NoScriptError
+    | redis.exceptions.TryAgainError
+    | redis.exceptions.MasterDownError
+    | redis.exceptions.AskError
+)
 TEMPORARY = re.compile(
-    r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b"
-)  # also within a script's
+    r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b|non local key"
+)  # also within a script's. A key is not local while its slot moves
 NO_GROUP = re.compile(r"\b(NOGROUP|UNBLOCKED)\b")
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 WARN_EVERY_S = 5.0
@@ -49,16 +57,22 @@ def is_temporary(error: BaseException) -> bool:
 def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
     """A client with hiredis underneath. timeout_s: for a reply; then the connection is closed.
     `Transport.persist` retries: that can be interrupted."""
+    return redis.Redis.from_pool(pool_of(url, timeout_s, CellConnection))
+
+
+def pool_of(url: str, timeout_s: float, in_cluster: type[SentinelManagedConnection]) -> "redis.ConnectionPool":
+    """Connections to the Redis of a URL. in_cluster: of which class, if it is a cluster."""
     options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": min(5.0, timeout_s), "socket_timeout": timeout_s}
     try:
-        if not is_sentinel_url(url):
-            return redis.Redis.from_url(url, **options)
-        found = parse_sentinel_url(url)
-        asked = Sentinel(found.addresses, sentinel_kwargs=found.own_options)  # type: ignore[no-untyped-call]
-        client: redis.Redis = asked.master_for(found.service, ssl=found.has_tls, **options | found.options)  # type: ignore[no-untyped-call]
-        return client
+        if (named := parse_named(url)) is None:
+            return redis.ConnectionPool.from_url(url, **options)
     except ValueError as error:
         raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {error}") from None
+    asked = Nodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options)  # type: ignore[no-untyped-call]
+    kind = in_cluster if named.cell else SentinelManagedConnection
+    if named.has_tls:
+        kind = type(kind.__name__, (kind, redis.SSLConnection), {})
+    return SentinelConnectionPool(named.service, asked, connection_class=kind, **options | named.options)  # type: ignore[no-untyped-call]
 
 
 class Backoff:

@@ -1,0 +1,142 @@
+"""Cells: a Redis Cluster spreads keys over its servers, and the scripts that write a step need all
+of theirs on one.
+
+So all keys of a pipeline begin with the same hash tag, `{CELL}:`, and have one slot: a cell. A
+large deployment has several cells, and the cluster spreads these. Processes connect to the primary
+that has the slot, and ask the cluster's nodes for it again whenever a connection is made.
+
+The tag is put on in one place, when a command is packed: nobody else has to know of it. What Redis
+returns has it still: `without_cell` takes it off.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.crc import key_slot
+from redis.exceptions import MovedError
+from redis.sentinel import MasterNotFoundError, SentinelManagedConnection
+
+from shared.wire.redis_urls import Named
+
+TAG = re.compile(rb"^\{[^}]*\}:")
+UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.ResponseError, OSError)
+
+# Commands by where they have their keys.
+NO_KEYS = """
+    AUTH BGREWRITEAOF CLIENT CLUSTER COMMAND CONFIG DBSIZE DEBUG DISCARD EXEC FLUSHALL HELLO INFO LATENCY MULTI PING SAVE SCRIPT SELECT SLOWLOG TIME
+    UNWATCH WAIT WAITAOF
+"""
+FIRST_KEY = """
+    DECRBY DUMP EXPIRE EXPIRETIME GET GETDEL HDEL HEXISTS HGET HGETALL HINCRBY HLEN HMGET HSET HSETNX HVALS INCR INCRBY LINDEX LLEN LPOP LPUSH LRANGE LREM
+    LTRIM OBJECT PERSIST PEXPIRE PTTL RESTORE RPOP RPUSH SADD SCARD SET SETEX SISMEMBER SMEMBERS SREM STRLEN TTL TYPE XACK XADD XAUTOCLAIM XCLAIM XDEL
+    XGROUP XINFO XLEN XPENDING XRANGE XREVRANGE XTRIM ZADD ZCARD ZCOUNT ZINCRBY ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK ZREMRANGEBYSCORE ZREVRANGE
+    ZREVRANK ZSCORE
+"""
+ALL_KEYS = ("DEL", "EXISTS", "MGET", "TOUCH", "UNLINK", "WATCH")
+ALL_BUT_LAST = ("BLPOP", "BRPOP")
+# what has its keys elsewhere is looked at by name
+PLACES = dict.fromkeys(NO_KEYS.split(), range(0)) | dict.fromkeys(FIRST_KEY.split(), range(1, 2))
+
+
+def keys_of(arguments: Sequence[Any]) -> range:
+    """Where a command has its keys, as redis-py writes commands: a subcommand is a word of the
+    first argument. Raises ValueError for a command that is not known."""
+    name = arguments[0].partition(" ")[0].upper()
+    if (place := PLACES.get(name)) is not None:
+        return place
+    if name in ("EVAL", "EVALSHA"):
+        return range(3, 3 + int(arguments[2]))
+    if name in ("XREAD", "XREADGROUP"):
+        begin = next(index for index, each in enumerate(arguments) if each in (b"STREAMS", "STREAMS")) + 1
+        return range(begin, begin + (len(arguments) - begin) // 2)
+    if name in ALL_KEYS:
+        return range(1, len(arguments))
+    if name in ALL_BUT_LAST:
+        return range(1, len(arguments) - 1)
+    if name == "SCAN" and b"MATCH" in arguments:
+        return range(arguments.index(b"MATCH") + 1, arguments.index(b"MATCH") + 2)
+    raise ValueError(f"no cell for a command whose keys nobody knows: {name}")
+
+
+def in_cell(prefix: str, arguments: Sequence[Any]) -> list[Any]:
+    """The command with the prefix before each of its keys."""
+    found, encoded = list(arguments), prefix.encode()
+    for index in keys_of(arguments):
+        key = found[index]
+        found[index] = encoded + key if isinstance(key, bytes) else prefix + key
+    return found
+
+
+def without_cell(key: bytes) -> bytes:
+    """A key that Redis returned, as those who use it know it. None of them begins with a brace."""
+    return TAG.sub(b"", key)
+
+
+class Nodes:
+    """The nodes of a cluster, in the place of Sentinels: they name the primary of a cell's slot."""
+
+    def __init__(self, named: Named) -> None:
+        self.named = named
+        self.slot: int = key_slot(named.prefix.encode())
+        self.addresses = list(named.addresses)  # those that answered last come first
+
+    def discover_master(self, _: str) -> tuple[str, int]:
+        """The primary's address. Raises MasterNotFoundError, a ConnectionError."""
+        for address in tuple(self.addresses):
+            try:
+                with redis.Redis(*address, **self.named.own_options) as node:
+                    slots = node.execute_command("CLUSTER SLOTS")
+            except UNREACHABLE:
+                continue
+            if (primary := self.learn(address, slots)) is not None:
+                return primary
+        raise self.not_found
+
+    @property
+    def not_found(self) -> MasterNotFoundError:
+        return MasterNotFoundError(f"no node of the Redis Cluster names a primary for the cell {self.named.cell!r}")
+
+    def learn(self, address: tuple[str, int], slots: list[list[Any]]) -> tuple[str, int] | None:
+        """The primary by the account of the node at the address: ranges of slots, each with its
+        primary and then its replicas. The node, and those that it knows, are asked next time."""
+        servers = {(first, last): [(host.decode() or address[0], port) for host, port, *_ in nodes] for first, last, *nodes in slots}
+        self.addresses = list(dict.fromkeys([address, *self.addresses, *(each for found in servers.values() for each in found)]))
+        return next((found[0] for (first, last), found in servers.items() if first <= self.slot <= last), None)
+
+    def moved(self) -> None:
+        """The slot is not where the first node said: ask it last."""
+        self.addresses.append(self.addresses.pop(0))
+
+
+class ClusterConnection(SentinelManagedConnection):
+    """A connection to the primary of a cell."""
+
+    def read_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().read_response(*arguments, **options)
+        except MovedError:
+            self.connection_pool.sentinel_manager.moved()
+            self.disconnect()  # type: ignore[no-untyped-call]
+            raise redis.ConnectionError("the cell has moved to another server") from None
+
+
+@dataclass(frozen=True, slots=True)
+class CellPacker:
+    """redis-py's packer of commands, for a cell."""
+
+    prefix: str
+    packer: Any
+
+    def pack(self, *arguments: Any) -> Any:
+        return self.packer.pack(*in_cell(self.prefix, arguments))
+
+
+class CellConnection(ClusterConnection):
+    """The same, for commands that know nothing of the cell."""
+
+    def _construct_command_packer(self, packer: Any) -> CellPacker:
+        plain = super()._construct_command_packer(packer)  # type: ignore[no-untyped-call]
+        return CellPacker(self.connection_pool.sentinel_manager.named.prefix, plain)
