@@ -85,7 +85,7 @@ class Clustered:
         return all(len(self.ask(port, "ROLE")[2]) == 1 for port in self.servers if self.is_primary(port))
 
     def is_primary(self, port: int) -> bool:
-        return (self.ask(port, "ROLE") or [""])[0] == "master"
+        return bool((self.ask(port, "ROLE") or [""])[0] == "master")
 
     def primary_of(self, cell: str) -> int:
         """The port of the server that has the cell's slot, as most nodes say; 0 while none has."""

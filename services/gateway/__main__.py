@@ -3,10 +3,13 @@
 import logging
 import signal
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import uvicorn
 
 from services.gateway.app import build_app
+from services.gateway.cells import HOME, Cells, cells_of
 from services.gateway.console.watch import Watch
 from services.gateway.context import Context
 from services.gateway.generation.canceller import Canceller
@@ -27,11 +30,13 @@ from services.requests.batches.store import BatchStore
 from services.requests.client import connect
 from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
+from services.requests.grammars.answers import AnswerChecker
 from services.requests.grammars.checker import GrammarChecker
 from services.requests.images.fetch import ImageFetcher
 from services.requests.images.reader import ImageReader
 from services.requests.responses.stored import Store
 from services.requests.tenants.api_keys import check_exposure
+from services.requests.tenants.shared_limits import SharedLimits
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.line import Pipeline as RedisPipeline
@@ -39,30 +44,42 @@ from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
 
 
-def build(settings: GatewaySettings, keys: KeyRing) -> Context:
-    stage = Stage("gateway", settings)
-    stage.transport.wait_until_up(settings.redis_timeout_s)
-    client = connect(settings)
-    metrics = Metrics(stage)
-    admission = Admission(stage, client, settings, RedisMemory(client), metrics.refused)
-    subscriptions = Subscriptions(stage, client)
-    pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
+def build(settings: GatewaySettings, keys: KeyRing) -> Cells:
+    """The gateway's objects: what all cells share, and each cell's own."""
+    places, cells = cells_of(settings), Cells()
+    settings_of = {place.name: settings.model_copy(update={"redis_url": place.redis_url}) for place in places}
+    stages = {place.name: Stage("gateway", settings_of[place.name]) for place in places}
+    for stage in stages.values():
+        stage.transport.wait_until_up(settings.redis_timeout_s)
+    metrics = Metrics(list(stages.values()))
+    home = connect(settings)
+    files = FileStore(home, Storage(settings.files_url))
+    shared: dict[str, Any] = {
+        "bodies": BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies"), "metrics": metrics,
+        "grammars": GrammarChecker(), "keys": keys, "files": files, "home": home, "batches": BatchStore(home), "jobs": Jobs(settings.redis_url),
+        "images": ImageReader(files, ImageFetcher(settings.image_host), settings.max_held_size), "reading": Reading(home), "cells": cells,
+    }  # fmt: skip
+    answers, limits = AnswerChecker(), SharedLimits(home) if len(places) > 1 else None
+    for place in places:
+        stage, own = stages[place.name], settings_of[place.name]
+        client = home if place.name == HOME else connect(own)
+        admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, limits, place.mark if limits is not None and place.name != HOME else "")
+        if limits is not None and place.name != HOME:
+            limits.clients[place.mark] = client
+        subscriptions = Subscriptions(stage, client)
+        stage.on_heartbeat = partial(announce, stage, metrics, subscriptions, UnlikeReplicas())
+        cells.by_mark[place.mark] = Context(
+            settings=own, stage=stage, client=client, admission=admission, cell=place.name, mark=place.mark if len(places) > 1 else "",
+            pipeline=Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client), answers),
+            store=Store(client, connect(own, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, answers), **shared,
+        )  # fmt: skip
+    return cells
 
-    unlike = UnlikeReplicas()
 
-    def announce_load(_: RedisPipeline) -> None:
-        unlike.tell(stage.registry)
-        stage.load = replace(metrics.load(), running=subscriptions.num_sequences)
-
-    stage.on_heartbeat = announce_load
-    bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies")
-    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, pipeline.answers)
-    files = FileStore(client, Storage(settings.files_url))
-    return Context(
-        settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, keys=keys, files=files, images=ImageReader(files, ImageFetcher(settings.image_host), settings.max_held_size), batches=BatchStore(client),
-        jobs=Jobs(settings.redis_url), reading=Reading(client),
-    )  # fmt: skip
+def announce(stage: Stage, metrics: Metrics, subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:
+    """What the heartbeat says of this gateway in one cell."""
+    unlike.tell(stage.registry)
+    stage.load = replace(metrics.load(), running=subscriptions.num_sequences)
 
 
 def main() -> None:
@@ -73,18 +90,24 @@ def main() -> None:
     keys = KeyRing(settings)
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
-    context = build(settings, keys)
-    subscriptions = context.pipeline.subscriptions
-    watch = Watch(context.stage, context.client, subscriptions, can_kill=settings.chaos_demo)
+    cells = build(settings, keys)
+    home = cells.home
+    watch = Watch(home.stage, home.client, home.pipeline.subscriptions, can_kill=settings.chaos_demo)
+
+    def leave() -> None:
+        for context in cells.contexts:
+            context.stage.leave()
 
     def drain() -> None:
-        for each in (subscriptions, context.store, watch):
-            each.drain()
+        for context in cells.contexts:
+            context.pipeline.subscriptions.drain()
+            context.store.drain()
+        watch.drain()
 
     logging.getLogger("uvicorn.error").addFilter(is_news)
     protocol = patient(settings)
     config = uvicorn.Config(
-        build_app(context, watch),
+        build_app(cells, watch),
         http=shaken(protocol, tls) if tls is not None else protocol,  # type: ignore[arg-type]
         loop="auto" if tls is None else "asyncio",  # uvloop begins to read before a handshake can, and loses how it begins
         ws="none",
@@ -99,7 +122,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it is done: that is to be no failure
         signal.signal(number, lambda *_: None)
     try:
-        DrainingServer(config, context.stage.leave, drain).run(sockets)
+        DrainingServer(config, leave, drain).run(sockets)
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
         raise StartupError("the gateway could not start") from None
 

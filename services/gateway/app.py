@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
@@ -29,6 +29,7 @@ from services.gateway.api.pooling.routes import router as pooling
 from services.gateway.api.prompt_modules import router as prompt_modules
 from services.gateway.api.responses.routes import router as responses
 from services.gateway.bodies import BODIES
+from services.gateway.cells import Cells
 from services.gateway.console.pages import add_playground
 from services.gateway.console.routes import router as live
 from services.gateway.console.watch import Watch
@@ -45,6 +46,7 @@ from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
+from shared.wire.replica import Replica
 from shared.wire.streams import BATCHES_RUNNING
 
 TOLD_DEATHS = 3  # of workers of batches
@@ -53,11 +55,25 @@ LEAST_FREE_BYTES = 64 << 20  # for files
 
 
 @asynccontextmanager
-async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
-    """The gateway's life: its helpers, its tasks and its place in the registry, begun and ended."""
+async def working(cells: Cells, _: FastAPI) -> AsyncIterator[None]:
+    """The gateway's life: its helpers, and in each cell its tasks and its place in the registry, begun and ended."""
+    shared = cells.home
+    await shared.bodies.helpers.start()
+    await shared.grammars.helpers.start()
+    async with AsyncExitStack() as stack:
+        for context in cells.contexts:
+            await stack.enter_async_context(working_in(context))
+        yield
+    await shared.bodies.helpers.stop()
+    await shared.grammars.helpers.stop()
+    await shared.images.helpers.stop()
+    await shared.pipeline.answers.helper.stop()
+
+
+@asynccontextmanager
+async def working_in(context: Context) -> AsyncIterator[None]:
+    """The gateway's life in one cell."""
     pipeline = context.pipeline
-    await context.bodies.helpers.start()
-    await context.grammars.helpers.start()
     work = {
         "reader": pipeline.subscriptions.run(),
         "log reader": LogReader(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
@@ -78,17 +94,14 @@ async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
             await context.client.delete(pipeline.subscriptions.stream.key)
     await context.client.aclose()
     await context.store.followers.aclose()
-    await context.bodies.helpers.stop()
-    await context.grammars.helpers.stop()
-    await context.images.helpers.stop()
-    await context.pipeline.answers.helper.stop()
 
 
-def build_app(context: Context, watch: Watch) -> FastAPI:
+def build_app(cells: Cells, watch: Watch) -> FastAPI:
+    context = cells.home
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
     # users' browsers a CDN
-    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=partial(working, context))
-    app.state.context = context
+    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=partial(working, cells))
+    app.state.cells = cells
     app.state.watch = watch
     app.router.redirect_slashes = False
     for kind, handler in HANDLERS.items():
@@ -140,13 +153,21 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route("/metrics", metrics)
 
 
-def own_problems(context: Context) -> list[str]:
+def own_problems(cells: Cells) -> list[str]:
     """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which
     writes and so notices a Redis that takes no writes."""
-    found = list(context.pipeline.subscriptions.problems)
-    if context.stage.problem:
-        found.append(f"redis can't serve: {context.stage.problem}")
+    found = []
+    for context in cells.contexts:
+        told = list(context.pipeline.subscriptions.problems)
+        if context.stage.problem:
+            told.append(f"redis can't serve: {context.stage.problem}")
+        found += [in_cell(cells, context, each) for each in told]
     return found
+
+
+def in_cell(cells: Cells, context: Context, problem: str) -> str:
+    """The problem, and where there are several cells, in which it is."""
+    return problem if len(cells.contexts) == 1 else f"{context.cell}: {problem}"
 
 
 async def warnings(context: Context, num_batches: int) -> list[str]:
@@ -168,22 +189,19 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
 async def health(request: Request) -> JSONResponse:
     """200 if Redis serves, this gateway reads its events, and every live compute replica has come
     round its loop lately: recent steps, not live sockets."""
-    context: Context = request.app.state.context
+    cells: Cells = request.app.state.cells
+    context = cells.home
     subscriptions = context.pipeline.subscriptions
-    problems, num_batches = own_problems(context), 0
+    problems, num_batches = own_problems(cells), 0
     try:
         async with asyncio.timeout(2):
             num_batches = await context.client.scard(BATCHES_RUNNING)
     except (RedisError, OSError):
         problems.append("redis does not answer")
-    if full := context.admission.memory.problem:
-        problems.append(full)
-    registry = context.stage.registry
-    computes = registry.of("compute")
-    if not computes:
-        problems.append("no compute replica is alive")
-    problems += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
-    problems += [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
+    computes: list[Replica] = []
+    for each in cells.contexts:
+        problems += [in_cell(cells, each, problem) for problem in cell_problems(each)]
+        computes += each.stage.registry.of("compute")
     steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
     told = await warnings(context, num_batches)
@@ -191,11 +209,21 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if not problems else 503)
 
 
+def cell_problems(context: Context) -> list[str]:
+    """Name what keeps a cell from serving, beside this gateway."""
+    found, registry = [context.admission.memory.problem] if context.admission.memory.problem else [], context.stage.registry
+    computes = registry.of("compute")
+    if not computes:
+        found.append("no compute replica is alive")
+    found += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
+    return found + [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
+
+
 async def ready(request: Request) -> JSONResponse:
-    """200 if every stage has a live replica, and this gateway reads its events."""
-    context: Context = request.app.state.context
-    replicas = {stage: len(context.stage.registry.of(stage)) for stage in PIPELINE}
-    problems = own_problems(context)
+    """200 if every stage has a live replica, in some cell, and this gateway reads its events."""
+    cells: Cells = request.app.state.cells
+    replicas = {stage: sum(len(context.stage.registry.of(stage)) for context in cells.contexts) for stage in PIPELINE}
+    problems = own_problems(cells)
     is_ready = all(replicas.values()) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}
     body = {"status": "ready" if is_ready else "waiting", "replicas": replicas, "problems": problems, "time": int(time.time())}
@@ -204,5 +232,5 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Prometheus's text format."""
-    context: Context = request.app.state.context
-    return Response(await context.metrics.render(context.client), media_type="text/plain; version=0.0.4")
+    cells: Cells = request.app.state.cells
+    return Response(await cells.home.metrics.render([context.client for context in cells.contexts]), media_type="text/plain; version=0.0.4")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from services.gateway.cells import Cells
 from services.gateway.generation.generation import Pipeline
 from services.gateway.generation.places import Reading
 from services.gateway.http.auth import KeyRing
@@ -47,6 +48,8 @@ class Context(ConversationContext):
     batches: BatchStore
     reading: Reading
     jobs: Jobs
+    cells: Cells
+    cell: str  # its name
     request: Request | None = None  # a request's own: see context_of
 
     async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
@@ -54,16 +57,35 @@ class Context(ConversationContext):
         return await (work if self.request is None else unless_gone(self.request, work))
 
     def served_names(self) -> dict[str, Replica]:
-        """Every name that the caller may use, and a replica of its model: compute's, if one is
-        alive."""
-        return served_names(self.stage.registry, self.tenant)
+        """Every name that the caller may use, in any cell, and a replica of its model: compute's, if
+        one is alive."""
+        found: dict[str, Replica] = {}
+        for context in self.cells.contexts:
+            for name, replica in served_names(context.stage.registry, self.tenant).items():
+                if name not in found or found[name].stage != "compute":
+                    found[name] = replica
+        return found
 
-    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
-        """The request's body, which names a model: the only one, if the client left it out. Raises Invalid, Rejected."""
+    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> "tuple[Context, B]":
+        """The request's body, and the context of the cell that is to answer it. It names a model: the
+        only one, if the client left it out. Raises Invalid, Rejected."""
         body = await self.bodies.read(request, kind)
         if getattr(body, "model", None) == "" and not getattr(body, "name", ""):
-            return body.model_copy(update={"model": self.only_model()})
-        return body
+            body = body.model_copy(update={"model": self.only_model()})
+        return self.within(self.cells.choose(body, self.tenant)), body
+
+    def within(self, cell: "Context") -> "Context":
+        """The cell's context, of this request."""
+        return self if cell.mark == self.mark else replace(cell, caller=self.caller, request=self.request)
+
+    @property
+    def everywhere(self) -> "list[Context]":
+        """The contexts of all cells, of this request."""
+        return [self.within(cell) for cell in self.cells.contexts]
+
+    def serving(self, model: str) -> "Context":
+        """The context of a cell that serves the caller's model; home, if none does."""
+        return next((each for each in self.everywhere if model in served_names(each.stage.registry, self.tenant)), self)
 
     def only_model(self) -> str:
         """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while
@@ -74,11 +96,21 @@ class Context(ConversationContext):
             raise Invalid(reason, param="model", code="missing_required_parameter")
         return next(iter(names), None) or self.resolve("")
 
+    def named(self, model: str | None) -> "tuple[Context, str]":
+        """The context of a cell that serves the model (None: the only one), and its own name. Raises
+        as `only_model`."""
+        name = model or self.only_model()
+        context = self.serving(name)
+        return context, context.resolve(name)
+
     def served(self, name: str) -> Replica:
         """A live compute replica of the model that the caller calls so. Raises Rejected (503) while
         it has none, Invalid (404)."""
         replica = self.served_names().get(name)
-        return replica if replica is not None and replica.stage == "compute" else self.stage.registry.of("compute", self.resolve(name))[0]
+        if replica is not None and replica.stage == "compute":
+            return replica
+        context = self.serving(name)
+        return context.stage.registry.of("compute", context.resolve(name))[0]
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
@@ -88,9 +120,10 @@ class Context(ConversationContext):
 
 
 def context_of(request: Request) -> Context:
-    """The gateway's objects, for this request's caller."""
-    context: Context = request.app.state.context
-    return replace(context, caller=request.state.caller, request=request)
+    """The gateway's objects, for this request's caller: of the cell of the response that the path
+    names, else home's."""
+    cells: Cells = request.app.state.cells
+    return replace(cells.of(request.path_params.get("response_id", "")), caller=request.state.caller, request=request)
 
 
 def tenant_of(request: Request) -> Tenant:

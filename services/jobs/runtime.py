@@ -57,6 +57,7 @@ class JobsRuntime:
             settings=settings,
             stage=stage,
             client=self.client,
+            home=self.client,
             grammars=self.grammars,
             images=self.images,
             admission=admission,

@@ -25,10 +25,12 @@ class RequestContext:
 
     settings: RequestSettings
     stage: Stage
-    client: "redis.asyncio.Redis"
+    client: "redis.asyncio.Redis"  # of the pipeline's Redis
+    home: "redis.asyncio.Redis"  # of that of what belongs to no pipeline
     grammars: GrammarChecker
     images: ImageReader
     admission: Admission
+    mark: str = ""  # that the ids of responses end with, where there are several cells
     caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
 
     @property

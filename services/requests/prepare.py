@@ -38,7 +38,7 @@ async def prepare_completion(
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
-        kind, body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
+        kind, body.model, model, mark=context.mark, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
         num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         checks=checks_of(prepared), **(each_choice(body, has_logprobs=body.logprobs is not None) | others),
     )  # fmt: skip
@@ -86,7 +86,7 @@ async def modules_for(context: RequestContext, body: GenerateBody, model: str) -
     if body.prompt_modules is None:
         return ()
     lengths = [replica.max_model_len for replica in context.stage.registry.of("compute", model) if replica.max_model_len is not None]
-    return await ModuleStore(context.client).take(context.tenant.tenant_id, model, body.prompt_modules, max(lengths, default=None))
+    return await ModuleStore(context.home).take(context.tenant.tenant_id, model, body.prompt_modules, max(lengths, default=None))
 
 
 async def messages_for(context: RequestContext, messages: Sequence[Message], model: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
@@ -130,7 +130,7 @@ async def prepare_chat(
     if constraint is not None and parsing.reasoning:
         constraint = after_thought(constraint, parsing.reasoning, may_think=body.may_think)
     record = make_record(
-        kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
+        kind, name, model, mark=context.mark, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         checks=checks_of(prepared), images=images, **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
@@ -214,7 +214,7 @@ def prepare_embeddings(
     prompts = body.prompts(may_bring_template=context.settings.trust_request_chat_template)
     if len(prompts) > (most := context.settings.max_requests):
         raise Invalid(f"at most {most} inputs in one request here, got {len(prompts)}", param="input")
-    record = make_record(kind, body.model, model, num_prompts=len(prompts), **others)
+    record = make_record(kind, body.model, model, mark=context.mark, num_prompts=len(prompts), **others)
     now = time.time()
     scheduling = SchedulingParams(body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt)
     requests = [

@@ -16,6 +16,8 @@ from shared.process.errors import StartupError
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder", "harmony"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4", "harmony"]
 SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "eagle", "self", "draft")
+CELL = re.compile(r"[a-z0-9-]{1,16}=[a-z+]+://\S+")
+BETWEEN_CELLS = re.compile(r"\s+|,(?=[a-z0-9-]+=)")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -106,6 +108,9 @@ class GatewaySettings(RequestSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    cell: Annotated[list[str], NoDecode] = Field(
+        [], description="further cells as NAME=REDIS_URL, joined by spaces: pipelines in a Redis, or a slot of a cluster, of their own"
+    )
     tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
     tls_key: Path | None = Field(None, description="a PEM file of its private key; by default it is in the certificate's file")
     auth: bool = Field(True, description="--no-auth: everybody who reaches the gateway may use it, with a key or without")
@@ -139,6 +144,20 @@ class GatewaySettings(RequestSettings):
     def split_origins(cls, value: Any) -> Any:
         """Split a value from the environment, joined by commas."""
         return split_list(value)
+
+    @field_validator("cell", mode="before")
+    @classmethod
+    def split_cells(cls, value: Any) -> Any:
+        """Split a value from the environment, and flags as they come, joined by commas. URLs hold commas, too."""
+        return [each for part in ([value] if isinstance(value, str) else value) for each in BETWEEN_CELLS.split(str(part)) if each]
+
+    @field_validator("cell")
+    @classmethod
+    def check_cells(cls, value: list[str]) -> list[str]:
+        for each in value:
+            if CELL.fullmatch(each) is None:
+                raise ValueError(f"{each!r} is no cell: NAME=REDIS_URL is, as in b=redis://10.0.0.6:6379/0; names have small letters, digits and hyphens")
+        return value
 
     @field_validator("allow_origin")
     @classmethod

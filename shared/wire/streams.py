@@ -167,8 +167,8 @@ def quota_key(tenant_id: str) -> str:
 
 
 def running_key(tenant_id: str) -> str:
-    """A tenant's admitted requests: a hash of their inflight keys by request id; requests that are no longer in flight do not count. Written by gateways,
-    for tenants with limited concurrency only. Lives 7 days past the last submission."""
+    """A tenant's admitted requests: a hash of their inflight keys by request id (in the home cell, for another cell: "@<mark> <time> <model>"); requests
+    that are no longer in flight do not count. Written by gateways, for tenants with limited concurrency only. Lives 7 days past the last submission."""
     return f"running:{tenant_id}"
 
 

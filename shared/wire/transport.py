@@ -35,6 +35,7 @@ REFUSALS = (
     | redis.exceptions.TryAgainError
     | redis.exceptions.MasterDownError
     | redis.exceptions.AskError
+    | redis.exceptions.ClusterDownError
 )
 TEMPORARY = re.compile(
     r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b|non local key"

@@ -244,6 +244,7 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
                 settings=settings,
                 stage=stage,
                 client=client,
+                home=client,
                 grammars=checker,
                 images=ImageReader(files, ImageFetcher([]), 1 << 20),
                 admission=admission,

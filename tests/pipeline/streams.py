@@ -1,7 +1,7 @@
 """Many streams at once, for tests that disturb them, and what compute says of its load."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,8 +16,11 @@ T = TypeVar("T")
 MAX_ROUNDS = 5
 
 
-async def stream_all(deployment: Deployment, count: int, *, max_tokens: int, disturb: Callable[[], Awaitable[None]] | None = None) -> list[str]:
-    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens, and none has ended. Returns their texts.
+async def stream_all(
+    deployment: Deployment, count: int, *, max_tokens: int, disturb: Callable[[], Awaitable[None]] | None = None, in_flight: Sequence[Deployment] = ()
+) -> list[str]:
+    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens, and none has ended. Returns their texts. in_flight: the
+    cells that answer, if there are several.
 
     Where this process is held up for longer than the streams take, it finds them over before it can disturb them: then it asks for them again.
     """
@@ -28,7 +31,7 @@ async def stream_all(deployment: Deployment, count: int, *, max_tokens: int, dis
             if disturb is None:
                 return await asyncio.gather(*tasks)
             await asyncio.gather(*(event.wait() for event in begun))
-            if num_in_flight(deployment) == count:
+            if sum(map(num_in_flight, in_flight or [deployment])) == count:
                 await disturb()
                 return await asyncio.gather(*tasks)
             await asyncio.gather(*tasks)

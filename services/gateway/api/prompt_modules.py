@@ -23,20 +23,19 @@ ENCODING = EncodingParams(add_special_tokens=False, parse_special_tokens=False)
 @router.post("", openapi_extra=takes(PromptModulesBody))
 async def create(request: Request) -> dict[str, Any]:
     """Keep a set of modules. The same set has the same id."""
-    context = context_of(request)
-    body = await context.read(request, PromptModulesBody)
+    context, body = await context_of(request).read(request, PromptModulesBody)
     model, texts = context.resolve(body.model), texts_of(body)
     if len(texts) > (most := context.settings.max_requests):
         raise Invalid(f"at most {most} texts in one set here, got {len(texts)}", param="modules")
     found = await token_ids_of(context, model, texts, [ENCODING] * len(texts)) if texts else []
-    return (await ModuleStore(context.client).create(context.tenant.tenant_id, model, body, found)).describe()
+    return (await ModuleStore(context.home).create(context.tenant.tenant_id, model, body, found)).describe()
 
 
 @router.get("")
 async def list_sets(request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)) -> dict[str, Any]:
     """The sets that there are, those that were used last first."""
     context = context_of(request)
-    found = await ModuleStore(context.client).list_of(context.tenant.tenant_id)
+    found = await ModuleStore(context.home).list_of(context.tenant.tenant_id)
     return page_of(found, after, limit, lambda each: each.set_id, ModuleSet.describe)
 
 
@@ -44,12 +43,12 @@ async def list_sets(request: Request, after: str | None = None, limit: int = Que
 async def retrieve(set_id: str, request: Request) -> dict[str, Any]:
     """A set: its modules, and their places."""
     context = context_of(request)
-    return (await ModuleStore(context.client).load(context.tenant.tenant_id, set_id)).describe()
+    return (await ModuleStore(context.home).load(context.tenant.tenant_id, set_id)).describe()
 
 
 @router.delete("/{set_id}")
 async def delete(set_id: str, request: Request) -> dict[str, Any]:
     """Forget a set. What was submitted with it goes on."""
     context = context_of(request)
-    await ModuleStore(context.client).delete(context.tenant.tenant_id, set_id)
+    await ModuleStore(context.home).delete(context.tenant.tenant_id, set_id)
     return {"id": set_id, "object": "prompt_modules.deleted", "deleted": True}

@@ -93,13 +93,21 @@ class Generation:
 class Pipeline:
     """The gateway's way into the pipeline."""
 
-    def __init__(self, client: "redis.asyncio.Redis", admission: Admission, subscriptions: Subscriptions, canceller: Canceller, takeover: Takeover) -> None:
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        admission: Admission,
+        subscriptions: Subscriptions,
+        canceller: Canceller,
+        takeover: Takeover,
+        answers: AnswerChecker,
+    ) -> None:
         self.client = client
         self.admission = admission
         self.subscriptions = subscriptions
         self.canceller = canceller
         self.takeover = takeover
-        self.answers = AnswerChecker()
+        self.answers = answers
 
     async def submit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
         """Admit the requests as the caller's and hand them over, with the record, all or nothing.

@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,10 @@ class ModelMetrics:
 
 
 class Metrics:
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        """stages: this gateway's, in each cell."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.stage = stage
+        self.stages = stages
         self.registry = CollectorRegistry()
         self.success = self._counter(
             "request_success", "Sequences that ended: stop, length, cancelled (the client disconnected, or cancelled), error", "finished_reason"
@@ -142,10 +144,10 @@ class Metrics:
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
         return Load(output_tokens=self.num_output_tokens, ttft_s=statistics.median(recent) if recent else None)
 
-    async def render(self, client: Any) -> bytes:
-        """The Prometheus text format. What Redis would have to say is missing while it is away; the
-        rest is there."""
-        models = sorted({replica.model for replica in self.stage.registry.of("compute") if replica.model})
+    async def render(self, clients: Sequence[Any]) -> bytes:
+        """The Prometheus text format, over all cells. clients: of each one's Redis, home first. What
+        Redis would have to say is missing while it is away; the rest is there."""
+        models = sorted({replica.model for stage in self.stages for replica in stage.registry.of("compute") if replica.model})
         for model in models:
             self.of(model)  # so that its series begin with 0
         lengths: dict[str, int] | None = None
@@ -153,11 +155,15 @@ class Metrics:
         batches: BatchFigures | None = None
         try:
             async with asyncio.timeout(REDIS_PATIENCE_S):
-                lengths, in_flight, batches = await self._read_figures(client, models)
+                found = [await self._read_figures(client, models) for client in clients]
+            lengths = {key: sum(each[0][key] for each in found) for key in found[0][0]}
+            in_flight = {model: (sum(each[1][model][0] for each in found), sum(each[1][model][1] for each in found)) for model in models}
+            batches = found[0][2]
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("redis does not say how long the queues are", error=error)
         snapshot = CollectorRegistry()
-        snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight, batches))
+        replicas = tuple(replica for stage in self.stages for replica in stage.registry.replicas)
+        snapshot.register(PipelineState(replicas, lengths, in_flight, batches))
         return generate_latest(self.registry) + generate_latest(snapshot)
 
     async def _read_figures(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:

@@ -12,8 +12,9 @@ admitted all the same, so there are never more than twice as many requests as th
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -23,6 +24,7 @@ from services.requests.admission.redis_memory import RedisMemory
 from services.requests.client import redis_errors_as_503
 from services.requests.record import ResponseRecord
 from services.requests.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, UNLIMITED, Caller
+from services.requests.tenants.shared_limits import SharedLimits
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import RequestSettings
@@ -133,15 +135,18 @@ return {{left}}
 class Admission:
     def __init__(
         self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
-        on_refused: Callable[[str, str], None] | None = None,
+        on_refused: Callable[[str, str], None] | None = None, shared: SharedLimits | None = None, mark: str = "",
     ) -> None:  # fmt: skip
         """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way.
-        on_refused: is told the model and the reason."""
+        on_refused: is told the model and the reason. shared: the limits of all cells,
+        if there are several; mark: of this one, unless it is home."""
         self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
         self.settings = settings
         self.on_refused = on_refused
+        self.shared = shared
+        self.mark = mark
 
     def resolve(self, name: str, tenant: Tenant) -> str:
         """The model that the tenant calls so.
@@ -157,8 +162,7 @@ class Admission:
         missing = [stage for stage in PIPELINE if not registry.of(stage)]
         if missing:  # it may be the model of those that are not there yet
             raise self._missing(missing, None)
-        known = ", ".join(sorted(served_names(registry, tenant)))
-        raise Invalid(f"the model {name!r} does not exist; served: {known}", param="model", code="model_not_found", status=404)
+        raise unknown_model(name, served_names(registry, tenant))
 
     def _check_stages(self, registry: Registry, model: str) -> None:
         if missing := [stage for stage in PIPELINE if not registry.of(stage, model)]:
@@ -196,22 +200,49 @@ class Admission:
         keys = [inflight_key(model), response_key(response_id), stored_key(response_id), open_key(response_id), shares_key(model)]
         keys += [images_key(response_id), *caller.keys, held_key(caller.tenant.tenant_id), log_key(submitted[0].request_id)]
         arguments: list[str | bytes | int] = [requests(model).key, record, stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id, keeps]
-        arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), most, size]
+        charged, request_ids = caller.arguments(sum(tokens), sum(outputs), len(submitted)), [request.request_id for request in submitted]
+        arguments += [*([UNLIMITED, UNLIMITED, UNLIMITED, 0, 0] if self._is_charged_ahead(caller) else charged), most, size]
         for request, count, message in zip(submitted, tokens, messages, strict=True):
             arguments += [request.request_id, count, message]
         if images:
             await self._keep(images_key(response_id), images)
-        left, *exceeded = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
+        ahead = await self._charge_ahead(caller, model, charged, request_ids)
+        left, *exceeded = await self._hand_over(caller, keys, arguments)
         if not exceeded:
-            return caller.admitted(left)
+            return caller.admitted(ahead or left)
         if images:
             await self.client.unlink(images_key(response_id))
+        if ahead is not None and self.shared is not None:
+            await self.shared.give_back(caller, charged, request_ids)
         kind, *rest = exceeded[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
         refusal = too_much_held(rest[0], size, most, rest[1]) if kind == b"held" else caller.refused(kind.decode(), rest[0], left)
         self._count_refused(model, refusal.code)
         raise refusal
+
+    async def _hand_over(self, caller: Caller, keys: list[str], arguments: list[str | bytes | int]) -> Any:
+        """What SUBMIT returns: a second time, if the caller's places were taken by what has ended in
+        other cells."""
+        found: Any = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
+        is_crowded = len(found) > 1 and found[1][0] == b"concurrency"
+        if is_crowded and self.shared is not None and await self.shared.drop_ended(caller):
+            found = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
+        return found
+
+    def _is_charged_ahead(self, caller: Caller) -> bool:
+        """Whether the caller's limits are in another cell's Redis."""
+        return bool(self.mark) and caller.tenant.has_limits
+
+    async def _charge_ahead(self, caller: Caller, model: str, limits: list[str | int], request_ids: list[str]) -> list[int] | None:
+        """What is left to the caller; None: it is charged as it is submitted. Raises Rejected (429)."""
+        if self.shared is None or not self._is_charged_ahead(caller):
+            return None
+        try:
+            return await self.shared.charge(caller, self.mark, model, limits, request_ids)
+        except Rejected as error:
+            self._count_refused(model, error.code)
+            raise
 
     async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
         """Put the files where compute finds them. If nothing is submitted then, they expire."""
@@ -229,7 +260,8 @@ class Admission:
         what the client raises."""
         if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
             return
-        left, *exceeded = await self.client.eval(CHARGE_REQUEST, 1, caller.keys[0], *caller.request_arguments())
+        home = self.shared.home if self.shared is not None else self.client
+        left, *exceeded = await home.eval(CHARGE_REQUEST, 1, caller.keys[0], *caller.request_arguments())
         if not exceeded:
             return caller.counted(left)
         kind, wait_ms = exceeded[0]
@@ -246,6 +278,10 @@ class Admission:
         words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
         message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
         return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> Invalid:
+    return Invalid(f"the model {name!r} does not exist; served: {', '.join(sorted(known))}", param="model", code="model_not_found", status=404)
 
 
 def names_of(replica: Replica) -> tuple[str, ...]:

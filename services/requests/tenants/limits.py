@@ -35,7 +35,8 @@ local function look_at_limits(quota, running, rpm, tpm, concurrency, requests, t
   if concurrency > 0 and redis.call('HLEN', running) + num_sequences > concurrency then
     local fields = redis.call('HGETALL', running)
     for i = 1, #fields, 2 do
-      if redis.call('HEXISTS', fields[i + 1], fields[i]) == 0 then redis.call('HDEL', running, fields[i]) end
+      local is_here = string.sub(fields[i + 1], 1, 1) ~= '@'  -- others are in another cell: shared_limits.py
+      if is_here and redis.call('HEXISTS', fields[i + 1], fields[i]) == 0 then redis.call('HDEL', running, fields[i]) end
     end
     if redis.call('HLEN', running) + num_sequences > concurrency then return left, {{'concurrency', 1000}} end
   end

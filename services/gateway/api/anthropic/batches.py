@@ -40,8 +40,7 @@ router = APIRouter(prefix="/v1/messages/batches")
 @router.post("", openapi_extra=takes(MessageBatchBody))
 async def create(request: Request) -> JSONResponse:
     """Have messages answered in their own time."""
-    context = context_of(request)
-    body = await context.read(request, MessageBatchBody)
+    context, body = await context_of(request).read(request, MessageBatchBody)
     content = await asyncio.to_thread(lines_of, body, context)
     owner, now, batch_id = context.tenant.tenant_id, int(time.time()), f"{PREFIX}{uuid.uuid4().hex}"
     room = context.settings.max_files_size

@@ -20,8 +20,7 @@ router = APIRouter(prefix="/v1/messages")
 @router.post("", openapi_extra=takes(MessagesBody))
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    body = await context.read(request, MessagesBody)
+    context, body = await context_of(request).read(request, MessagesBody)
     chat = chat_of(body)
     measured = Measured(context.metrics)
     with own_terms(NAME_HERE):
@@ -35,6 +34,5 @@ async def messages(request: Request) -> Response:
 @router.post("/count_tokens", openapi_extra=takes(CountTokensBody))
 async def count(request: Request) -> Response:
     """How many tokens a conversation has, by the model's own template and tokenizer."""
-    context = context_of(request)
-    body = await context.read(request, CountTokensBody)
+    context, body = await context_of(request).read(request, CountTokensBody)
     return await count_tokens(context, request, chat_of(body), "message", NAME_HERE, lambda number: {"input_tokens": number})

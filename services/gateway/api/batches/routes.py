@@ -35,8 +35,7 @@ LOOKED_AT = 64 << 10  # bytes of a batch's input, before it is checked
 @router.post("", openapi_extra=takes(BatchBody))
 async def create(request: Request) -> JSONResponse:
     """Have the requests of a file answered."""
-    context = context_of(request)
-    body = await context.read(request, BatchBody)
+    context, body = await context_of(request).read(request, BatchBody)
     owner, now, window_s = context.tenant.tenant_id, int(time.time()), body.window_s
     try:
         file = await context.files.load(body.input_file_id, owner)

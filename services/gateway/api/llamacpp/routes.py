@@ -43,8 +43,7 @@ router = APIRouter()
 @router.post("/completions", openapi_extra=takes(LlamaCompletionBody))
 async def completion(request: Request) -> Response:
     """Continue a prompt, or several."""
-    context = context_of(request)
-    body = await context.read(request, LlamaCompletionBody)
+    context, body = await context_of(request).read(request, LlamaCompletionBody)
     model = context.resolve(body.model)
     return await answer(context, request, body, model, await one_piece_each(context, model, body.prompt))
 
@@ -52,8 +51,7 @@ async def completion(request: Request) -> Response:
 @router.post("/infill", openapi_extra=takes(InfillBody))
 async def infill(request: Request) -> Response:
     """Write what stands between two pieces of code, with a model that was trained for it."""
-    context = context_of(request)
-    body = await context.read(request, InfillBody)
+    context, body = await context_of(request).read(request, InfillBody)
     model = context.resolve(body.model)
     marks = await find_marks(context, model)
     return await answer(context, request, body, model, [await infill_prompt(context, model, marks, body)])
@@ -104,8 +102,7 @@ async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, f
 @router.post("/apply-template", openapi_extra=takes(ChatCompletionBody))
 async def apply_template(request: Request) -> Json:
     """The text that the model's chat template makes of a conversation."""
-    context = context_of(request)
-    body = await context.read(request, ChatCompletionBody)
+    context, body = await context_of(request).read(request, ChatCompletionBody)
     refuse_modules(body)
     _, [asked, *_] = await prepare_chat(context, body, "internal", body.model, context.stage.replica_id)
     return await ask_tokenizer(context, asked.model, "render", asked)
@@ -122,8 +119,7 @@ class LlamaEmbeddings(EmbeddingResponder):
 @router.post("/embeddings", openapi_extra=takes(LlamaEmbeddingBody))
 async def embedding(request: Request) -> Response:
     """A vector of each text."""
-    context = context_of(request)
-    body = await context.read(request, LlamaEmbeddingBody)
+    context, body = await context_of(request).read(request, LlamaEmbeddingBody)
     model = context.resolve(body.model)
     asked = EmbeddingBody.model_construct(model=model, input=await one_piece_each(context, model, body.inputs), normalize=body.embd_normalize == 2)
     return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
@@ -133,8 +129,7 @@ async def embedding(request: Request) -> Response:
 async def slots(request: Request, model: str | None = None, fail_on_no_slot: bool = False) -> list[Json]:
     """The places in the model's steps, as its replicas announced them last; of what runs in them nothing is shown. Raises Rejected (503) where none is free
     and the client asks for that."""
-    context = context_of(request)
-    name = context.resolve(model or context.only_model())
+    context, name = context_of(request).named(model)
     found: list[Json] = []
     for replica in context.stage.registry.of("compute", name):
         num_slots, num_running = int(replica.load.max_num_seqs or 0), int(replica.load.running or 0)
@@ -169,8 +164,7 @@ async def set_lora_adapters(request: Request) -> Json:
 @router.get("/props")
 async def props(request: Request, model: str | None = None) -> Json:
     """The model, and what a request gets that says nothing."""
-    context = context_of(request)
-    name = context.resolve(model or context.only_model())
+    context, name = context_of(request).named(model)
     described = await ask_tokenizer(context, name, "describe", question(context, name))
     replicas = context.stage.registry.of("compute", name)
     return {

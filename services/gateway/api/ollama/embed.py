@@ -41,8 +41,7 @@ class OneEmbedding(EmbeddingResponder):
 @router.post("/embed", openapi_extra=takes(OllamaEmbedBody))
 async def embed(request: Request) -> Response:
     """A vector of each input."""
-    context = context_of(request)
-    body = await context.read(request, OllamaEmbedBody)
+    context, body = await context_of(request).read(request, OllamaEmbedBody)
     began_ns = time.monotonic_ns()
     if not all(isinstance(each, str) for each in body.input):
         raise Invalid("input takes a text, or a list of texts", param="input")
@@ -58,7 +57,6 @@ async def embed(request: Request) -> Response:
 @router.post("/embeddings", openapi_extra=takes(OllamaEmbeddingsBody))
 async def embeddings(request: Request) -> Response:
     """One vector."""
-    context = context_of(request)
-    body = await context.read(request, OllamaEmbeddingsBody)
+    context, body = await context_of(request).read(request, OllamaEmbeddingsBody)
     asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1)
     return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

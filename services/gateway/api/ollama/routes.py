@@ -33,8 +33,7 @@ router = APIRouter(prefix="/api")
 @router.post("/chat", openapi_extra=takes(OllamaChatBody))
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    body = await context.read(request, OllamaChatBody)
+    context, body = await context_of(request).read(request, OllamaChatBody)
     if not body.messages:
         return loaded(context, body, {"message": {"role": "assistant", "content": ""}})
     return await answer(context, request, body, translated(context, body, body.messages, body.tools or []), None)
@@ -43,8 +42,7 @@ async def chat(request: Request) -> Response:
 @router.post("/generate", openapi_extra=takes(OllamaGenerateBody))
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it as it is."""
-    context = context_of(request)
-    body = await context.read(request, OllamaGenerateBody)
+    context, body = await context_of(request).read(request, OllamaGenerateBody)
     if not body.prompt:
         return loaded(context, body, {"response": ""})
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -108,8 +106,7 @@ async def running(request: Request) -> dict[str, Any]:
 @router.post("/show", openapi_extra=takes(OllamaModelBody))
 async def show(request: Request) -> dict[str, Any]:
     """Describe a model: its length, and what it can do."""
-    context = context_of(request)
-    body = await context.read(request, OllamaModelBody)
+    context, body = await context_of(request).read(request, OllamaModelBody)
     name = name_here(context, body.wanted)
     replica = context.served(name)
     described = card(name, replica)
@@ -147,8 +144,7 @@ async def show_version() -> dict[str, str]:
 @router.post("/pull", openapi_extra=takes(OllamaPullBody))
 async def pull(request: Request) -> Response:
     """A model that is served is there already; others are not fetched."""
-    context = context_of(request)
-    body = await context.read(request, OllamaPullBody)
+    context, body = await context_of(request).read(request, OllamaPullBody)
     name = name_here(context, body.wanted)
     if name not in context.served_names():
         context.resolve(name)

@@ -14,8 +14,7 @@ router = APIRouter(prefix="/v1")
 @router.post("/embeddings", openapi_extra=takes(EmbeddingBody))
 async def embeddings(request: Request) -> Response:
     """A vector of each input, given as texts or as token ids."""
-    context = context_of(request)
-    return await answer_embeddings(context, await context.read(request, EmbeddingBody), request)
+    return await answer_embeddings(*await context_of(request).read(request, EmbeddingBody), request)
 
 
 async def answer_embeddings(context: Context, body: EmbeddingBody, request: Request) -> Response:

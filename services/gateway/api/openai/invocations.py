@@ -22,8 +22,7 @@ router = APIRouter()
 @router.post("/invocations")
 async def invocations(request: Request) -> Response:
     """Answer a chat (`messages`), a completion (`prompt`) or an embedding (`input`)."""
-    context = context_of(request)
-    body = await context.read(request, KINDS)
+    context, body = await context_of(request).read(request, KINDS)
     if isinstance(body, ChatCompletionBody):
         return await answer_chat(context, body, request)
     if isinstance(body, CompletionBody):

@@ -23,8 +23,7 @@ router = APIRouter(prefix="/v1")
 @router.post("/chat/completions/render", openapi_extra=takes(ChatCompletionBody))
 async def render_chat(request: Request) -> Json:
     """The tokens that the model's template makes of a conversation, and the sampling parameters."""
-    context = context_of(request)
-    body = await context.read(request, ChatCompletionBody)
+    context, body = await context_of(request).read(request, ChatCompletionBody)
     refuse_modules(body)
     record, [asked, *_] = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
     [rendered] = await render(context, body, record, [asked])
@@ -34,8 +33,7 @@ async def render_chat(request: Request) -> Json:
 @router.post("/completions/render", openapi_extra=takes(CompletionBody))
 async def render_completion(request: Request) -> list[Json]:
     """The tokens of each prompt, and the sampling parameters."""
-    context = context_of(request)
-    body = await context.read(request, CompletionBody)
+    context, body = await context_of(request).read(request, CompletionBody)
     refuse_modules(body)
     record, requests = await prepare_completion(context, body, context.stage.replica_id)
     return await render(context, body, record, requests[:: record.n])

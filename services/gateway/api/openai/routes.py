@@ -29,8 +29,7 @@ router = APIRouter()
 @router.post("/chat/completions", openapi_extra=takes(ChatCompletionBody))  # as llama.cpp has it
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    return await answer_chat(context, await context.read(request, ChatCompletionBody), request)
+    return await answer_chat(*await context_of(request).read(request, ChatCompletionBody), request)
 
 
 async def answer_chat(context: Context, body: ChatCompletionBody, request: Request) -> Response:
@@ -42,16 +41,14 @@ async def answer_chat(context: Context, body: ChatCompletionBody, request: Reque
 @router.post("/v1/chat/completions/input_tokens", openapi_extra=takes(ChatCompletionBody))
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer: as llama.cpp has it."""
-    context = context_of(request)
-    body = await context.read(request, ChatCompletionBody)
+    context, body = await context_of(request).read(request, ChatCompletionBody)
     return await count_tokens(context, request, body, "chat.completion", {}, lambda number: {"object": "response.input_tokens", "input_tokens": number})
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
-    context = context_of(request)
-    return await answer_completion(context, await context.read(request, CompletionBody), request)
+    return await answer_completion(*await context_of(request).read(request, CompletionBody), request)
 
 
 async def answer_completion(context: Context, body: CompletionBody, request: Request) -> Response:

@@ -23,8 +23,7 @@ router = APIRouter()
 @router.post("/tokenize", openapi_extra=takes(TokenizeBody, ContentBody))
 async def tokenize(request: Request) -> dict[str, Any]:
     """The tokens of a text or of a conversation, and how many they are."""
-    context = context_of(request)
-    body = await context.read(request, KINDS)
+    context, body = await context_of(request).read(request, KINDS)
     if isinstance(body, ContentBody):
         return await tokenize_content(context, body)
     body.check()
@@ -49,8 +48,7 @@ async def tokenize_content(context: Context, body: ContentBody) -> dict[str, Any
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
 async def detokenize(request: Request) -> dict[str, Any]:
     """The text of tokens, special ones spelt out."""
-    context = context_of(request)
-    body = await context.read(request, DetokenizeBody)
+    context, body = await context_of(request).read(request, DetokenizeBody)
     model = context.resolve(body.model)
     params = SamplingParams(skip_special_tokens=False)
     return await ask_tokenizer(context, model, "detokenize", question(context, model, params, prompt_token_ids=np.array(body.tokens, np.int32)))
@@ -59,8 +57,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """Describe the model's tokenizer: its class, its special tokens, its chat template."""
-    context = context_of(request)
-    name = context.resolve(model or context.only_model())
+    context, name = context_of(request).named(model)
     return await ask_tokenizer(context, name, "describe", question(context, name))
 
 

@@ -52,10 +52,12 @@ def listed(record: ResponseRecord, data: list[Json]) -> Json:
     return {"id": record.response_id, "object": "list", "created": record.created, "model": record.model, "data": data}
 
 
-async def answer(request: Request, body: EmbeddingBody, kind: str, to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]) -> Response:
+async def answer(
+    request: Request, context: Context, body: EmbeddingBody, kind: str, to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
+) -> Response:
     names = NAMES.get(kind, {})
     with own_terms(names):
-        responder = await submit_embeddings(context_of(request), body, request, VectorsResponder, kind)
+        responder = await submit_embeddings(context, body, request, VectorsResponder, kind)
     responder.to_body = to_body
     try:
         return await responder.whole(request)
@@ -67,20 +69,19 @@ async def answer(request: Request, body: EmbeddingBody, kind: str, to_body: Call
 @router.post("/v1/pooling", openapi_extra=takes(PoolingBody))
 async def pooling(request: Request) -> Response:
     """One vector of each input; of a classifier, its numbers."""
-    body = await context_of(request).read(request, PoolingBody)
+    context, body = await context_of(request).read(request, PoolingBody)
 
     def to_body(record: ResponseRecord, vectors: list[Array]) -> Json:
         return listed(record, [{"index": index, "object": "pooling", "data": vector.astype(np.float32)} for index, vector in enumerate(vectors)])
 
-    return await answer(request, body, "pooling", to_body)
+    return await answer(request, context, body, "pooling", to_body)
 
 
 @router.post("/score", openapi_extra=takes(ScoreBody))
 @router.post("/v1/score", openapi_extra=takes(ScoreBody))
 async def score(request: Request) -> Response:
     """How much the texts of each pair have to do with each other."""
-    context = context_of(request)
-    body = await context.read(request, ScoreBody)
+    context, body = await context_of(request).read(request, ScoreBody)
     firsts, seconds = body.pairs()
 
     def to_body(record: ResponseRecord, scores: Sequence[float]) -> Json:
@@ -96,8 +97,7 @@ async def score(request: Request) -> Response:
 @router.post("/v2/rerank", openapi_extra=takes(RerankBody, TextsBody))
 async def rerank(request: Request) -> Response:
     """The documents, the best first."""
-    context = context_of(request)
-    body = await context.read(request, RERANKED)
+    context, body = await context_of(request).read(request, RERANKED)
     if isinstance(body, TextsBody):
         return await rerank_texts(request, context, body)
     shows_text = body.return_documents if body.return_text is None else body.return_text
@@ -137,11 +137,11 @@ async def answer_scores(
     replica = context.served(body.model)
     if not replica.labels:
         vectors = body.vectors_of([*firsts, *seconds])
-        return await answer(request, vectors, kind, lambda record, vectors: to_body(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])))
+        return await answer(request, context, vectors, kind, lambda record, vectors: to_body(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])))
     if len(replica.labels) > 1:
         raise Invalid(f"this model has {len(replica.labels)} labels, and a score takes one: see /classify", param="model", code="model_not_supported")
     pairs = body.logits_of(firsts if len(firsts) > 1 else firsts * len(seconds), seconds)
-    return await answer(request, pairs, kind, lambda record, vectors: to_body(record, [float(probabilities(replica, each)[0]) for each in vectors]))
+    return await answer(request, context, pairs, kind, lambda record, vectors: to_body(record, [float(probabilities(replica, each)[0]) for each in vectors]))
 
 
 def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
@@ -154,13 +154,12 @@ def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
 @router.post("/v1/classify", openapi_extra=takes(ClassificationBody))
 async def classify(request: Request) -> Response:
     """Each text's label, and the probabilities of all labels."""
-    context = context_of(request)
-    body = await context.read(request, ClassificationBody)
+    context, body = await context_of(request).read(request, ClassificationBody)
     replica = context.served(body.model)
     if not replica.labels:
         raise Invalid("this model has no classification head", param="model", code="model_not_supported")
     to_body = partial(classified, replica, has_activation=body.use_activation)
-    return await answer(request, body.embedding(), "classification", to_body)
+    return await answer(request, context, body.embedding(), "classification", to_body)
 
 
 def classified(replica: Replica, record: ResponseRecord, logits: list[Array], *, has_activation: bool) -> Json:

@@ -11,8 +11,12 @@ from shared.wire.streams import held_key, inflight_key, open_key, response_key, 
 Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
 
 
-async def running(context: Context) -> Found:
-    """The responses of all tenants that run now."""
+async def running(contexts: list[Context]) -> Found:
+    """The responses of all tenants that run now, in these cells."""
+    return [found for context in contexts for found in await _running(context)]
+
+
+async def _running(context: Context) -> Found:
     models = {replica.model for replica in context.stage.registry.replicas if replica.model is not None}
     with redis_errors_as_503():
         async with context.client.pipeline(transaction=False) as pipe:
@@ -22,9 +26,13 @@ async def running(context: Context) -> Found:
         return await _records(context, sorted({response_of(each) for each in request_ids if each}))
 
 
-async def held(context: Context, tenant_id: str, count: int) -> Found:
-    """Find a tenant's responses that run or are stored: the `count` that stay longest, and one
-    more."""
+async def held(contexts: list[Context], tenant_id: str, count: int) -> Found:
+    """A tenant's responses that run or are stored: in each of these cells, the `count` that stay
+    longest, and one more."""
+    return [found for context in contexts for found in await _held(context, tenant_id, count)]
+
+
+async def _held(context: Context, tenant_id: str, count: int) -> Found:
     with redis_errors_as_503():
         members: Any = await context.client.zrevrange(held_key(tenant_id), 0, count)
         return await _records(context, [each.decode().partition("/")[2] for each in members])

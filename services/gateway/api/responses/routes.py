@@ -28,8 +28,7 @@ router = APIRouter(prefix="/v1/responses")
 async def create(request: Request) -> Response:
     """Answer an input, given as a text or as items, on a conversation that is stored or on its
     own."""
-    context = context_of(request)
-    body = await context.read(request, ResponseBody)
+    context, body = await context_of(request).read(request, ResponseBody)
     body, before = await with_conversation(context, body)
     num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
     reader = None if body.background else context.stage.replica_id
@@ -59,7 +58,7 @@ async def list_responses(request: Request, tenant: str = Query("*", max_length=6
     one tenant, by its id, that run or are stored."""
     context = context_of(request)
     check_sees_all(context.tenant)
-    found = await running(context) if tenant == "*" else await held(context, tenant, limit)
+    found = await running(context.everywhere) if tenant == "*" else await held(context.everywhere, tenant, limit)
     newest = sorted(found, key=lambda each: each[0].created, reverse=True)
     return {"object": "list", "data": [summary(record, is_running=is_running) for record, is_running in newest[:limit]], "has_more": len(newest) > limit}
 
@@ -67,8 +66,7 @@ async def list_responses(request: Request, tenant: str = Query("*", max_length=6
 @router.post("/input_tokens", openapi_extra=takes(ResponseBody))
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer."""
-    context = context_of(request)
-    body = await context.read(request, ResponseBody)
+    context, body = await context_of(request).read(request, ResponseBody)
     body, before = await with_conversation(context, body)
     return await count_tokens(
         context, request, chat_of(body, before), "response", NAME_HERE, lambda number: {"object": "response.input_tokens", "input_tokens": number}

@@ -1,0 +1,84 @@
+"""A tenant's limits over several cells. They are kept in the home cell's Redis, and no script there
+can hand a request to another cell: it is charged first, then submitted, and what it was charged is
+given back if its cell refuses it.
+
+A gateway that dies in between has charged what never ran: the buckets are full again a minute
+later, and places are given back as soon as a limit seems to be reached.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis.asyncio
+
+from services.requests.tenants.limits import BUCKET_TTL_S, SCRIPT, Caller
+from shared.wire.streams import RUNNING_LOG_TTL_S, inflight_key
+
+SUBMITTING_S = 10.0  # a request that was charged so long ago is in its cell by now, or never will be
+
+# KEYS: quota key, running key. ARGV: what limits.py says of the tenant, what stands for a request
+# among those that run, their TTL in seconds, request ids. Returns as look_at_limits does.
+CHARGE_AHEAD = (
+    SCRIPT
+    + """
+local rpm, tpm, concurrency, requests, tokens, place, ttl = unpack(ARGV, 1, 7)
+rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
+local left, exceeded = look_at_limits(KEYS[1], KEYS[2], rpm, tpm, concurrency, tonumber(requests), tonumber(tokens), #ARGV - 7)
+if exceeded then return {left, exceeded} end
+charge(KEYS[1], rpm, tpm, left)
+if concurrency > 0 then
+  for i = 8, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], place) end
+  redis.call('EXPIRE', KEYS[2], ttl)
+end
+return {left}
+"""
+)
+
+# KEYS: quota key, running key. ARGV: requests, tokens, TTL in seconds, request ids
+GIVE_BACK = """
+local held = redis.call('HMGET', KEYS[1], 'requests', 'tokens')
+if tonumber(held[1]) then redis.call('HINCRBYFLOAT', KEYS[1], 'requests', ARGV[1]) end
+if tonumber(held[2]) then redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', ARGV[2]) end
+for i = 4, #ARGV do redis.call('HDEL', KEYS[2], ARGV[i]) end
+if held[1] or held[2] then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
+"""
+
+
+class SharedLimits:
+    def __init__(self, home: "redis.asyncio.Redis") -> None:
+        """home: of the home cell's Redis."""
+        self.home = home
+        self.clients: dict[str, redis.asyncio.Redis] = {}  # of the other cells', by mark
+
+    async def charge(self, caller: Caller, mark: str, model: str, limits: Sequence[str | int], request_ids: Sequence[str]) -> list[int]:
+        """Charge what is about to be submitted to another cell. limits: Caller.arguments. Returns
+        what is left; raises Rejected (429)."""
+        place = f"@{mark} {time.time():.0f} {model}"
+        for _ in range(2):
+            found: Any = await self.home.eval(CHARGE_AHEAD, 2, *caller.keys, *limits, place, RUNNING_LOG_TTL_S, *request_ids)
+            left, *exceeded = found
+            if not exceeded:
+                return list(left)
+            kind, wait_ms = exceeded[0]
+            if kind != b"concurrency" or not await self.drop_ended(caller):
+                break
+        raise caller.refused(kind.decode(), wait_ms, left)
+
+    async def give_back(self, caller: Caller, limits: Sequence[str | int], request_ids: Sequence[str]) -> None:
+        """What was charged for a request that its cell refused."""
+        await self.home.eval(GIVE_BACK, 2, *caller.keys, *limits[-2:], BUCKET_TTL_S, *request_ids)
+
+    async def drop_ended(self, caller: Caller) -> bool:
+        """Give the places back of what has ended in other cells, or never came there. Returns
+        whether there was any."""
+        running: Any = await self.home.hgetall(caller.keys[1])
+        places = [(request_id, *value[1:].split(b" ", 2)) for request_id, value in running.items() if value.startswith(b"@")]
+        ended: list[bytes] = []
+        for mark, client in self.clients.items():
+            old = [(request_id, model) for request_id, cell, at, model in places if cell == mark.encode() and time.time() - float(at) > SUBMITTING_S]
+            async with client.pipeline(transaction=False) as pipe:
+                for request_id, model in old:
+                    pipe.hexists(inflight_key(model.decode()), request_id)
+                ended += [request_id for (request_id, _), is_there in zip(old, await pipe.execute(), strict=True) if not is_there]
+        return bool(ended) and bool(await self.home.hdel(caller.keys[1], *ended))
