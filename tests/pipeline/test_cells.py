@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from shared.wire.streams import inflight_key
 from tests.clusters import Clustered, running_cluster
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import stream_all
+from tests.pipeline.test_batches import COMPLETIONS, ended, lines_of, start
 from tests.waiting import wait_until
 
 LAG_S = 0.7  # of the replica that takes over
@@ -44,6 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
             ids = [other.start(stage, dtype="float32") for stage in ("sampler", "tokenizer", "compute")]
             home.start_all(dtype="float32", gateways=2)
             other.wait_live(*ids)
+            wait_until(lambda: set(home.get("/ready").json()["replicas"].values()) == {2}, description="the gateway sees both cells")
             yield Site(cluster, home, other)
         finally:
             home.stop()
@@ -59,7 +62,6 @@ def test_the_cells_have_different_servers(site: Site) -> None:
     assert site.cluster.primary_of(HOME) != site.cluster.primary_of(OTHER)
     with site.other.redis() as client:
         assert client.hlen(inflight_key(MODEL)) == 0  # by the name that everybody uses
-    assert site.home.get("/ready").json()["replicas"] == {"tokenizer": 2, "compute": 2, "sampler": 2}
 
 
 def test_answers_are_the_same_in_both_cells_and_a_beginning_stays_in_one(site: Site) -> None:
@@ -90,6 +92,17 @@ def test_a_response_is_found_by_its_id_at_any_gateway(site: Site) -> None:
         assert following["output"][0]["content"][0]["text"] and "event: response.incomplete" in streamed, "max_output_tokens ended it"
         assert httpx.delete(f"{site.home.url(first)}/v1/responses/{made['id']}", timeout=60, trust_env=False).status_code == 200
     assert len(seen) == 2
+
+
+def test_batches_run_in_the_home_cell(site: Site) -> None:
+    site.home.wait_live(site.home.start("jobs"))
+    bodies: list[dict[str, Any]] = [{"model": MODEL, "prompt": each, "seed": 1, "max_tokens": 8, "ignore_eos": True} for each in PROMPTS]
+    with site.home.client() as client:
+        batch = start(client, COMPLETIONS, [{"custom_id": str(at), "method": "POST", "url": COMPLETIONS, "body": body} for at, body in enumerate(bodies)])
+        found = ended(client, batch.id)
+        answers = {int(each["custom_id"]): each["response"]["body"]["choices"][0]["text"] for each in lines_of(client, found.output_file_id)}
+    assert found.status == "completed" and len(answers) == len(bodies)
+    assert answers[3] == site.post(COMPLETIONS, bodies[3]).json()["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("how", ["fail over", "move by key"])
