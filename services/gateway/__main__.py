@@ -44,9 +44,9 @@ from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
 
 
-def build(settings: GatewaySettings, keys: KeyRing) -> Cells:
+def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
     """The gateway's objects: what all cells share, and each cell's own."""
-    places, cells = cells_of(settings), Cells()
+    places, cells = cells_of(settings), Cells[Context]()
     settings_of = {place.name: settings.model_copy(update={"redis_url": place.redis_url}) for place in places}
     stages = {place.name: Stage("gateway", settings_of[place.name]) for place in places}
     for stage in stages.values():
@@ -77,7 +77,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Cells:
 
 
 def announce(stage: Stage, metrics: Metrics, subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:
-    """What the heartbeat says of this gateway in one cell."""
+    """Put what the heartbeat says of this gateway in one cell where it finds it."""
     unlike.tell(stage.registry)
     stage.load = replace(metrics.load(), running=subscriptions.num_sequences)
 

@@ -55,7 +55,7 @@ LEAST_FREE_BYTES = 64 << 20  # for files
 
 
 @asynccontextmanager
-async def working(cells: Cells, _: FastAPI) -> AsyncIterator[None]:
+async def working(cells: Cells[Context], _: FastAPI) -> AsyncIterator[None]:
     """The gateway's life: its helpers, and in each cell its tasks and its place in the registry, begun and ended."""
     shared = cells.home
     await shared.bodies.helpers.start()
@@ -96,7 +96,7 @@ async def working_in(context: Context) -> AsyncIterator[None]:
     await context.store.followers.aclose()
 
 
-def build_app(cells: Cells, watch: Watch) -> FastAPI:
+def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
     context = cells.home
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
     # users' browsers a CDN
@@ -153,7 +153,7 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route("/metrics", metrics)
 
 
-def own_problems(cells: Cells) -> list[str]:
+def own_problems(cells: Cells[Context]) -> list[str]:
     """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which
     writes and so notices a Redis that takes no writes."""
     found = []
@@ -165,7 +165,7 @@ def own_problems(cells: Cells) -> list[str]:
     return found
 
 
-def in_cell(cells: Cells, context: Context, problem: str) -> str:
+def in_cell(cells: Cells[Context], context: Context, problem: str) -> str:
     """The problem, and where there are several cells, in which it is."""
     return problem if len(cells.contexts) == 1 else f"{context.cell}: {problem}"
 
@@ -189,7 +189,7 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
 async def health(request: Request) -> JSONResponse:
     """200 if Redis serves, this gateway reads its events, and every live compute replica has come
     round its loop lately: recent steps, not live sockets."""
-    cells: Cells = request.app.state.cells
+    cells: Cells[Context] = request.app.state.cells
     context = cells.home
     subscriptions = context.pipeline.subscriptions
     problems, num_batches = own_problems(cells), 0
@@ -221,7 +221,7 @@ def cell_problems(context: Context) -> list[str]:
 
 async def ready(request: Request) -> JSONResponse:
     """200 if every stage has a live replica, in some cell, and this gateway reads its events."""
-    cells: Cells = request.app.state.cells
+    cells: Cells[Context] = request.app.state.cells
     replicas = {stage: sum(len(context.stage.registry.of(stage)) for context in cells.contexts) for stage in PIPELINE}
     problems = own_problems(cells)
     is_ready = all(replicas.values()) and not problems
@@ -232,5 +232,5 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Prometheus's text format."""
-    cells: Cells = request.app.state.cells
+    cells: Cells[Context] = request.app.state.cells
     return Response(await cells.home.metrics.render([context.client for context in cells.contexts]), media_type="text/plain; version=0.0.4")

@@ -12,20 +12,21 @@ arXiv 1608.01350, section 2).
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from services.gateway.generation.generation import Pipeline
 from services.requests.admission.admission import served_names, unknown_model
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings
 from shared.process.stages import PIPELINE
-
-if TYPE_CHECKING:
-    from services.gateway.context import Context
+from shared.wire.stage import Stage
 
 HOME = "home"
+CELL = re.compile(r"[a-z0-9-]{1,16}=[a-z+]+://\S+")
 SURPLUS = 1.25  # of a cell's share of the sequences: beyond, the next cell has them
 BEGINNING = 256  # characters of a message, or of a prompt, that say where it goes
 
@@ -44,9 +45,12 @@ class Cell:
 
 
 def cells_of(settings: GatewaySettings) -> list[Cell]:
-    """The cells, home first. Raises StartupError for two of one name, or of one mark."""
+    """The cells, home first. Raises StartupError for one that is none, and for two of one name."""
     cells = [Cell(HOME, settings.redis_url)]
     for named in settings.cell:
+        if CELL.fullmatch(named) is None:
+            example = "NAME=REDIS_URL is, as in b=redis://10.0.0.6:6379/0; a name has up to 16 small letters, digits and hyphens"
+            raise StartupError(f"--cell: {named!r} is no cell: {example}")
         cell = Cell(*named.split("=", 1))
         if any(cell.mark == other.mark for other in cells):
             raise StartupError(f"--cell {named}: another cell has this name, or one whose responses could not be told from its own")
@@ -54,25 +58,39 @@ def cells_of(settings: GatewaySettings) -> list[Cell]:
     return cells
 
 
-class Cells:
+class CellContext(Protocol):
+    """As much of a context as a choice of cells looks at."""
+
+    @property
+    def mark(self) -> str: ...
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
+
+
+C = TypeVar("C", bound=CellContext)
+
+
+class Cells(Generic[C]):
     """The contexts of a gateway's cells, home first."""
 
     def __init__(self) -> None:
-        self.by_mark: dict[str, Context] = {}
+        self.by_mark: dict[str, C] = {}
 
     @property
-    def contexts(self) -> "Sequence[Context]":
+    def contexts(self) -> tuple[C, ...]:
         return tuple(self.by_mark.values())
 
     @property
-    def home(self) -> "Context":
+    def home(self) -> C:
         return self.contexts[0]
 
-    def of(self, response_id: str) -> "Context":
+    def of(self, response_id: str) -> C:
         """The cell of a response; home for an id of no cell."""
         return self.by_mark.get(response_id[-4:], self.home)
 
-    def choose(self, body: Any, tenant: Tenant) -> "Context":
+    def choose(self, body: Any, tenant: Tenant) -> C:
         """The cell for a request. One that goes on with a response stays in that one's. Raises
         Invalid (404) for a model that no cell has."""
         if len(self.by_mark) == 1 or not isinstance(name := getattr(body, "model", None), str):
@@ -87,12 +105,12 @@ class Cells:
         return chosen(ready, beginning_of(body)) if ready else (*knowing, self.home)[0]
 
 
-def is_whole(context: "Context", model: str) -> bool:
+def is_whole(context: CellContext, model: str) -> bool:
     """Whether all stages of the model live there."""
     return all(context.stage.registry.of(stage, model) for stage in PIPELINE)
 
 
-def chosen(contexts: "Sequence[Context]", beginning: str) -> "Context":
+def chosen(contexts: Sequence[C], beginning: str) -> C:
     """The first cell, in an order that the prompt's beginning makes, with room for one more
     sequence of this gateway's."""
     weights = {each.mark: len(each.stage.registry.of("compute")) for each in contexts}
@@ -103,7 +121,7 @@ def chosen(contexts: "Sequence[Context]", beginning: str) -> "Context":
 
 
 def beginning_of(body: Any) -> str:
-    """What prompts that share a cached prefix have in common, most likely: the beginnings of two
+    """Return what prompts that share a cached prefix most likely have in common: the beginnings of two
     messages, or of the text."""
     begun = getattr(body, "messages", None) or getattr(body, "prompt", None) or getattr(body, "input", None) or ""
     parts = [text_of(each) for each in begun[:2]] if isinstance(begun, list) else [begun]

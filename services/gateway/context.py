@@ -48,7 +48,7 @@ class Context(ConversationContext):
     batches: BatchStore
     reading: Reading
     jobs: Jobs
-    cells: Cells
+    cells: "Cells[Context]"
     cell: str  # its name
     request: Request | None = None  # a request's own: see context_of
 
@@ -122,7 +122,7 @@ class Context(ConversationContext):
 def context_of(request: Request) -> Context:
     """The gateway's objects, for this request's caller: of the cell of the response that the path
     names, else home's."""
-    cells: Cells = request.app.state.cells
+    cells: Cells[Context] = request.app.state.cells
     return replace(cells.of(request.path_params.get("response_id", "")), caller=request.state.caller, request=request)
 
 

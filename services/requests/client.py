@@ -17,7 +17,7 @@ from redis.exceptions import MovedError
 from shared.process.errors import Recoverable
 from shared.process.settings import StageSettings
 from shared.wire.cells import UNREACHABLE, Nodes, in_cell
-from shared.wire.line import REPLY_TIMEOUT_S, reason_of
+from shared.wire.line import DENIED, REPLY_TIMEOUT_S, reason_of
 from shared.wire.redis_urls import parse_named
 from shared.wire.transport import Backoff, is_temporary
 
@@ -59,6 +59,8 @@ class AsyncNodes(Nodes):
             try:
                 async with redis.asyncio.Redis(host=address[0], port=address[1], **self.named.own_options) as node:
                     slots = await node.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+            except DENIED:
+                raise
             except UNREACHABLE:
                 continue
             if (primary := self.learn(address, slots)) is not None:

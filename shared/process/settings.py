@@ -16,7 +16,6 @@ from shared.process.errors import StartupError
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder", "harmony"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4", "harmony"]
 SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "eagle", "self", "draft")
-CELL = re.compile(r"[a-z0-9-]{1,16}=[a-z+]+://\S+")
 BETWEEN_CELLS = re.compile(r"\s+|,(?=[a-z0-9-]+=)")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
@@ -150,14 +149,6 @@ class GatewaySettings(RequestSettings):
     def split_cells(cls, value: Any) -> Any:
         """Split a value from the environment, and flags as they come, joined by commas. URLs hold commas, too."""
         return [each for part in ([value] if isinstance(value, str) else value) for each in BETWEEN_CELLS.split(str(part)) if each]
-
-    @field_validator("cell")
-    @classmethod
-    def check_cells(cls, value: list[str]) -> list[str]:
-        for each in value:
-            if CELL.fullmatch(each) is None:
-                raise ValueError(f"{each!r} is no cell: NAME=REDIS_URL is, as in b=redis://10.0.0.6:6379/0; names have small letters, digits and hyphens")
-        return value
 
     @field_validator("allow_origin")
     @classmethod

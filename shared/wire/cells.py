@@ -19,6 +19,7 @@ from redis.crc import key_slot
 from redis.exceptions import MovedError
 from redis.sentinel import MasterNotFoundError, SentinelManagedConnection
 
+from shared.wire.line import DENIED
 from shared.wire.redis_urls import Named
 
 TAG = re.compile(rb"^\{[^}]*\}:")
@@ -89,6 +90,8 @@ class Nodes:
             try:
                 with redis.Redis(*address, **self.named.own_options) as node:
                     slots = node.execute_command("CLUSTER SLOTS")
+            except DENIED:
+                raise
             except UNREACHABLE:
                 continue
             if (primary := self.learn(address, slots)) is not None:

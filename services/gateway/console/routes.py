@@ -10,6 +10,7 @@ from services.gateway.answering.responder import EventStream
 from services.gateway.cells import Cells
 from services.gateway.console.kill import check_origin, kill_replica
 from services.gateway.console.watch import Watch
+from services.gateway.context import Context
 from shared.process.errors import Invalid
 
 router = APIRouter(prefix="/live")
@@ -30,7 +31,7 @@ async def watch(request: Request) -> Response:
 async def kill(request: Request) -> dict[str, Any]:
     """With --chaos-demo: SIGKILL to a replica that was started beside this gateway, `{"replica_id":
     …}`. 404 without."""
-    cells: Cells = request.app.state.cells
+    cells: Cells[Context] = request.app.state.cells
     context = cells.home
     if not context.settings.chaos_demo:
         raise Invalid("nothing is killed here: start with --chaos-demo", code="chaos_demo_off", status=404)

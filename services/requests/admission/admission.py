@@ -222,7 +222,7 @@ class Admission:
         raise refusal
 
     async def _hand_over(self, caller: Caller, keys: list[str], arguments: list[str | bytes | int]) -> Any:
-        """What SUBMIT returns: a second time, if the caller's places were taken by what has ended in
+        """Return what SUBMIT does: a second time, if the caller's places were taken by what has ended in
         other cells."""
         found: Any = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
         is_crowded = len(found) > 1 and found[1][0] == b"concurrency"
@@ -235,7 +235,7 @@ class Admission:
         return bool(self.mark) and caller.tenant.has_limits
 
     async def _charge_ahead(self, caller: Caller, model: str, limits: list[str | int], request_ids: list[str]) -> list[int] | None:
-        """What is left to the caller; None: it is charged as it is submitted. Raises Rejected (429)."""
+        """Return what is left to the caller; None: it is charged as it is submitted. Raises Rejected (429)."""
         if self.shared is None or not self._is_charged_ahead(caller):
             return None
         try:

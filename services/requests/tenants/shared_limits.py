@@ -66,7 +66,7 @@ class SharedLimits:
         raise caller.refused(kind.decode(), wait_ms, left)
 
     async def give_back(self, caller: Caller, limits: Sequence[str | int], request_ids: Sequence[str]) -> None:
-        """What was charged for a request that its cell refused."""
+        """Give back what was charged for a request that its cell refused."""
         await self.home.eval(GIVE_BACK, 2, *caller.keys, *limits[-2:], BUCKET_TTL_S, *request_ids)
 
     async def drop_ended(self, caller: Caller) -> bool:
