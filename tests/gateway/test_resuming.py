@@ -3,10 +3,12 @@
 from typing import Any
 
 import httpx
+import pytest
 
-from shared.wire.messages import RequestError
-from shared.wire.streams import log_key, tombstone_key
+from shared.wire.messages import RequestError, StepEvents, TokenEvent, encode
+from shared.wire.streams import MESSAGE, events, log_key, tombstone_key
 from shared.wire.streams import response_of as response_of_id
+from shared.wire.token_log import END
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.streams import begun, streaming
@@ -44,6 +46,21 @@ def test_a_resumed_stream_goes_on_and_the_reader_before_is_told_and_cancels_noth
                 assert not [each for each in backstage.controls("cancel") if request.request_id in each.request_ids]
                 assert takeovers(backstage, request) == [("gateway-2", 1), ("gateway-2", 2)]
         wait_until(lambda: backstage.client.exists(tombstone_key(request.request_id)), description="the last reader's leaving cancels")
+
+
+@pytest.mark.parametrize("by", ["event", "log"])
+def test_tokens_that_come_again_as_others_end_the_answer_and_cancel_what_runs(by: str, gateways: Deployment, backstage: Backstage) -> None:
+    """Redis has lost a part of the log, and another version has computed it again."""
+    with begun(gateways, backstage, 1, 2, 3, gateway="gateway-1") as (stream, request):
+        stream.wait("1 2 3 ")
+        other = TokenEvent(request.request_id, 2, 8, "other ", num_prompt_tokens=3, finish_reason="length" if by == "log" else None)
+        backstage.client.delete(log_key(request.request_id))
+        backstage.client.xadd(log_key(request.request_id), {MESSAGE: encode(other)} | ({END: "1"} if by == "log" else {}), id="2-0")
+        if by == "event":
+            backstage.client.xadd(events(str(request.gateway_id)).key, {MESSAGE: encode(StepEvents((encode(other),)))})
+        stream.wait_end()
+        assert stream.text == "1 2 3 " and stream.error["code"] == "request_lost"
+    wait_until(lambda: backstage.client.exists(tombstone_key(request.request_id)) or by == "log", description="it is cancelled")
 
 
 def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) -> None:

@@ -78,7 +78,7 @@ class Generation:
         has resumed it by then.
         """
         self.pipeline.subscriptions.unsubscribe(self.subscription)
-        if self._is_closed or self.subscription.has_failed:
+        if self._is_closed or self.subscription.goes_on_elsewhere:
             return
         self._is_closed = True
         if not self.subscription.unfinished:

@@ -21,7 +21,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, RequestError, TokenEvent
 from shared.wire.registry import broadcast
 from shared.wire.streams import MESSAGE, log_key, reader_key, response_key
-from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
+from shared.wire.token_log import END, decode_entry, end_request, parse_log
 from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
@@ -158,5 +158,5 @@ def read(replies: list[Any], position: int) -> LogSnapshot:
     entries, last, has_record, generation = replies
     found = parse_log(entries, position)
     if not found and last and END in last[0][1]:
-        found = [end_alone(decode_entry(last[0][1][MESSAGE]))]
+        found = [decode_entry(last[0][1][MESSAGE])]  # its token is compared with the one that was taken
     return LogSnapshot(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)

@@ -52,6 +52,12 @@ class Subscription:
     def has_failed(self) -> bool:
         return self._failure is not None
 
+    @property
+    def goes_on_elsewhere(self) -> bool:
+        """Whether another reader may come, or has come, for what is unfinished. Nobody can read on
+        where tokens have become others."""
+        return self._failure is not None and self._failure is not OTHER_TOKENS
+
     def offer(self, event: TokenEvent) -> bool:
         """Take the event if it is the next of its sequence. False: it is not, for something before
         it is missing."""
