@@ -21,6 +21,7 @@ from services.gateway.http.protocol import is_news, patient
 from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
 from services.gateway.telemetry.metrics import Metrics
 from services.requests.admission.admission import Admission
+from services.requests.admission.known import KnownReplicas
 from services.requests.admission.redis_memory import RedisMemory
 from services.requests.batches.jobs import Jobs
 from services.requests.batches.store import BatchStore
@@ -44,7 +45,8 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage.transport.wait_until_up(settings.redis_timeout_s)
     client = connect(settings)
     metrics = Metrics(stage)
-    admission = Admission(stage, client, settings, RedisMemory(client), metrics.refused)
+    known = KnownReplicas(stage, client) if settings.wait_for_replicas_s else None
+    admission = Admission(stage, client, settings, RedisMemory(client), metrics.refused, known)
     subscriptions = Subscriptions(stage, client)
     pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
 

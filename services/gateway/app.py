@@ -36,6 +36,7 @@ from services.gateway.context import Context
 from services.gateway.generation.canceller import LAST_TRY_S
 from services.gateway.generation.log_reader import LogReader
 from services.gateway.generation.subscriptions import exit_on_failure
+from services.gateway.generation.unattended import Unattended
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
@@ -43,6 +44,7 @@ from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, 
 from services.gateway.http.observed import Observed
 from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
+from services.requests.client import persist
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
 from shared.wire.streams import BATCHES_RUNNING
@@ -65,6 +67,9 @@ async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
         "memory": context.admission.memory.run(),
         "append-only file": AppendOnlyFile(context.client).run(),
     }
+    if (known := context.admission.known) is not None:
+        await persist(known.look)  # before the first request
+        work |= {"known replicas": known.run(), "unattended requests": Unattended(known, context.client, context.settings.wait_for_replicas_s).run()}
     tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
     await asyncio.to_thread(context.stage.join)
     yield
@@ -180,7 +185,7 @@ async def health(request: Request) -> JSONResponse:
         problems.append(full)
     registry = context.stage.registry
     computes = registry.of("compute")
-    if not computes:
+    if not context.registry.of("compute"):
         problems.append("no compute replica is alive")
     problems += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
     problems += [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
@@ -192,11 +197,12 @@ async def health(request: Request) -> JSONResponse:
 
 
 async def ready(request: Request) -> JSONResponse:
-    """200 if every stage has a live replica, and this gateway reads its events."""
+    """200 if every stage has a live replica, or one that requests may wait for, and this gateway
+    reads its events."""
     context: Context = request.app.state.context
     replicas = {stage: len(context.stage.registry.of(stage)) for stage in PIPELINE}
     problems = own_problems(context)
-    is_ready = all(replicas.values()) and not problems
+    is_ready = all(context.registry.of(stage) for stage in PIPELINE) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}
     body = {"status": "ready" if is_ready else "waiting", "replicas": replicas, "problems": problems, "time": int(time.time())}
     return JSONResponse(body, 200 if is_ready else 503, headers)

@@ -55,8 +55,8 @@ class Context(ConversationContext):
 
     def served_names(self) -> dict[str, Replica]:
         """Every name that the caller may use, and a replica of its model: compute's, if one is
-        alive."""
-        return served_names(self.stage.registry, self.tenant)
+        alive or can be waited for."""
+        return served_names(self.registry, self.tenant)
 
     async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
         """The request's body, which names a model: the only one, if the client left it out. Raises Invalid, Rejected."""
@@ -75,10 +75,10 @@ class Context(ConversationContext):
         return next(iter(names), None) or self.resolve("")
 
     def served(self, name: str) -> Replica:
-        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while
-        it has none, Invalid (404)."""
+        """A compute replica of the model that the caller calls so, live or to be waited for. Raises
+        Rejected (503) while it has none, Invalid (404)."""
         replica = self.served_names().get(name)
-        return replica if replica is not None and replica.stage == "compute" else self.stage.registry.of("compute", self.resolve(name))[0]
+        return replica if replica is not None and replica.stage == "compute" else self.registry.of("compute", self.resolve(name))[0]
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
