@@ -1,5 +1,6 @@
-"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes, by the schemas of several versions of Kubernetes, and by what they do: a kubelet in
-small starts every stage, probes it, and rolls each Deployment over by the manifests' own numbers, while clients ask. Needs root (host names of pods).
+"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes and the chart of deploy/helm, by the schemas of several versions of Kubernetes, by each
+other, and by what they do: a kubelet in small starts every stage, probes it, and rolls each Deployment over by the manifests' own numbers, while clients ask.
+Needs root (host names of pods), helm and kubectl.
 
 Every answer must be the one that it was before, no client may see an error, and nobody may have to be killed.
 """
@@ -21,6 +22,7 @@ from tests.chaos.history import History
 from tests.chaos.load import Load
 from tests.chaos.specs import MODULES, make_specs
 from tests.conftest import running_redis
+from tests.kubernetes import chart
 from tests.kubernetes.kubelet import FOLDER, NAMES, Kubelet
 
 VERSIONS = ("1.28", "1.31", "1.34")
@@ -29,17 +31,18 @@ DRAIN_S = 60.0
 
 
 def check_schemas() -> list[str]:
-    """Whatever is wrong with an object of Kubernetes' own kinds."""
+    """Whatever is wrong with an object of Kubernetes' own kinds, in a file or in what helm makes of the chart."""
     found = []
-    objects: list[tuple[Path, dict[str, Any]]] = [
-        (path, each) for path in sorted(FOLDER.rglob("*.yaml")) if path.name != "kustomization.yaml" for each in yaml.safe_load_all(path.read_text())
+    objects: list[tuple[str, dict[str, Any]]] = [
+        (path.name, each) for path in sorted(FOLDER.rglob("*.yaml")) if path.name != "kustomization.yaml" for each in yaml.safe_load_all(path.read_text())
     ]
-    for path, each in objects:
+    objects += [(f"chart, {values}", each) for values in (*chart.PAIRS.values(), *chart.OTHER_VALUES) for each in chart.render(values).objects]
+    for name, each in objects:
         for version in VERSIONS if not each["apiVersion"].startswith("keda.sh/") else ():
             try:
                 kubernetes_validate.validate(each, version, strict=True)
             except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-                found.append(f"{path.name}: {each['kind']}, Kubernetes {version}: {error}")
+                found.append(f"{name}: {each['kind']}, Kubernetes {version}: {error}")
     print(f"{len(objects)} objects, Kubernetes {', '.join(VERSIONS)}: {len(found)} wrong", flush=True)
     return found
 
@@ -84,9 +87,16 @@ def main() -> int:
     if os.geteuid() != 0:
         print("this needs root: pods have host names of their own", file=sys.stderr)
         return 2
-    wrong = check_schemas()
+    if missing := chart.missing_tools():
+        print(f"this needs {' and '.join(missing)} on the path", file=sys.stderr)
+        return 2
+    wrong = check_schemas() + chart.refusals() + [each for values in chart.OTHER_VALUES for each in chart.dangling(chart.render(values))]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        wrong += chart.compare(folder)
+        (folder / "chart").mkdir()
+        with running_redis(folder / "chart", None) as url:
+            wrong += chart.users_work(url)
         (folder / "redis").mkdir()
         with running_redis(folder / "redis", None) as url:
             wrong += asyncio.run(roll_all(folder, url, options))

@@ -192,7 +192,9 @@ def main() -> None:
         try:
             started = time.monotonic()
             for stage in STAGES:
-                deployment.start(stage, f"{stage}-1", redis_url=url_of(folder, port, stage), dtype="float32", files_url=str(folder / "files"))
+                deployment.start(
+                    stage, f"{stage}-1", redis_url=url_of(folder, port, stage), dtype="float32", files_url=str(folder / "files"), wait_for_replicas_s=60
+                )
             deployment.wait_live(*(f"{stage}-1" for stage in STAGES))
             wait_until(lambda: deployment.get("/ready").status_code == 200, description="ready", timeout_s=60)
             print(f"ok: up over TLS, each stage as a user of its own, after {time.monotonic() - started:.1f} s")
