@@ -39,13 +39,10 @@ FORBIDDEN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampler", ("XADD", "requests:{model}", "*", "m", "x")),
     ("sampler", ("EVAL", "return redis.call('XRANGE', 'requests:{model}', '-', '+')", "0")),
     ("tokenizer", ("GET", "response:resp_x")),
-    ("tokenizer", ("XRANGE", "prompts:{model}", "-", "+")),
     ("tokenizer", ("XADD", "decisions:c", "*", "m", "x")),
     ("compute", ("XRANGE", "requests:{model}", "-", "+")),
     ("compute", ("GET", "stored:resp_x")),
     ("compute", ("SET", "replica:gateway:g", "x")),
-    ("gateway", ("XRANGE", "requests:{model}", "-", "+")),
-    ("gateway", ("XRANGE", "prompts:{model}", "-", "+")),
     ("gateway", ("XADD", "candidates:s", "*", "m", "x")),
     *((user, ("SCAN", "0")) for user in STAGES if user != "jobs"),
     *((user, command) for user in STAGES for command in (
