@@ -46,7 +46,10 @@ SUITES = {
     "failover": Suite("tests.failover", "answers stay the same while Redis' primary dies again and again, and a replica that lags takes over", "minutes"),
     "grammars": Suite("tests.grammars", "answers keep to their JSON schemas, thousands of them", "minutes"),
     "hostile": Suite("tests.hostile", "each of 10,000 malformed and hostile requests gets a clear answer", "minutes"),
-    "kubernetes": Suite("tests.kubernetes", "schemas of the manifests; updates by their numbers lose nothing", "5 minutes", "root", ("--group", "kubernetes")),
+    "kubernetes": Suite(
+        "tests.kubernetes", "the manifests and the chart are sound and say the same; updates and scaling by their numbers lose nothing", "6 minutes",
+        "root, helm, kubectl", ("--group", "kubernetes"),
+    ),
     "lm-eval": Suite("tests.lm_eval", "lm-eval finds transformers' loglikelihoods", "minutes", "", ("--no-compile", "--editable", ".[lm-eval]")),
     "more": Suite("pytest", "the cases that `make test` leaves out of tests with many", "10 minutes", arguments=("-m", "more")),
     "proxies": Suite("tests.proxies", "gateways behind nginx and Caddy, by the files of deploy/proxy", "4 minutes", "apt install nginx caddy"),

@@ -24,6 +24,7 @@ from services.gateway.http.protocol import is_news, patient
 from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
 from services.gateway.telemetry.metrics import Metrics
 from services.requests.admission.admission import Admission
+from services.requests.admission.known import KnownReplicas
 from services.requests.admission.redis_memory import RedisMemory
 from services.requests.batches.jobs import Jobs
 from services.requests.batches.store import BatchStore
@@ -63,7 +64,9 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
     for place in places:
         stage, own = stages[place.name], settings_of[place.name]
         client = home if place.name == HOME else connect(own)
-        admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, limits, place.mark if limits is not None and place.name != HOME else "")
+        known = KnownReplicas(stage, client) if settings.wait_for_replicas_s else None
+        mark = place.mark if place.name != HOME else ""
+        admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, known, limits, mark)
         if limits is not None and place.name != HOME:
             limits.clients[place.mark] = client
         subscriptions = Subscriptions(stage, client)

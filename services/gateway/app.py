@@ -37,6 +37,7 @@ from services.gateway.context import Context
 from services.gateway.generation.canceller import LAST_TRY_S
 from services.gateway.generation.log_reader import LogReader
 from services.gateway.generation.subscriptions import exit_on_failure
+from services.gateway.generation.unattended import Unattended
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
@@ -44,6 +45,7 @@ from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, 
 from services.gateway.http.observed import Observed
 from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
+from services.requests.client import persist
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
 from shared.wire.replica import Replica
@@ -81,6 +83,9 @@ async def working_in(context: Context) -> AsyncIterator[None]:
         "memory": context.admission.memory.run(),
         "append-only file": AppendOnlyFile(context.client).run(),
     }
+    if (known := context.admission.known) is not None:
+        await persist(known.look)  # before the first request
+        work |= {"known replicas": known.run(), "unattended requests": Unattended(known, context.client, context.settings.wait_for_replicas_s).run()}
     tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
     await asyncio.to_thread(context.stage.join)
     yield
@@ -213,18 +218,19 @@ def cell_problems(context: Context) -> list[str]:
     """Name what keeps a cell from serving, beside this gateway."""
     found, registry = [context.admission.memory.problem] if context.admission.memory.problem else [], context.stage.registry
     computes = registry.of("compute")
-    if not computes:
+    if not context.registry.of("compute"):
         found.append("no compute replica is alive")
     found += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
     return found + [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
 
 
 async def ready(request: Request) -> JSONResponse:
-    """200 if every stage has a live replica, in some cell, and this gateway reads its events."""
+    """200 if every stage has a live replica in some cell, or one that requests may wait for, and this
+    gateway reads its events."""
     cells: Cells[Context] = request.app.state.cells
     replicas = {stage: sum(len(context.stage.registry.of(stage)) for context in cells.contexts) for stage in PIPELINE}
     problems = own_problems(cells)
-    is_ready = all(replicas.values()) and not problems
+    is_ready = all(any(context.registry.of(stage) for context in cells.contexts) for stage in PIPELINE) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}
     body = {"status": "ready" if is_ready else "waiting", "replicas": replicas, "problems": problems, "time": int(time.time())}
     return JSONResponse(body, 200 if is_ready else 503, headers)

@@ -23,7 +23,7 @@ from services.requests.tenants.tenant import Tenant
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings
 from shared.process.stages import PIPELINE
-from shared.wire.stage import Stage
+from shared.wire.registry import Registry
 
 HOME = "home"
 CELL = re.compile(r"[a-z0-9-]{1,16}=[a-z+]+://\S+")
@@ -64,7 +64,7 @@ class CellContext(Protocol):
     @property
     def mark(self) -> str: ...
     @property
-    def stage(self) -> Stage: ...
+    def registry(self) -> Registry: ...
     @property
     def pipeline(self) -> Pipeline: ...
 
@@ -97,7 +97,7 @@ class Cells(Generic[C]):
             return self.home
         if earlier := getattr(body, "previous_response_id", None):
             return self.of(earlier)
-        models = {each.mark: served_names(each.stage.registry, tenant) for each in self.contexts}
+        models = {each.mark: served_names(each.registry, tenant) for each in self.contexts}
         knowing = [each for each in self.contexts if name in models[each.mark]]
         if not knowing and any(models.values()):
             raise unknown_model(name, {known for names in models.values() for known in names})
@@ -106,14 +106,14 @@ class Cells(Generic[C]):
 
 
 def is_whole(context: CellContext, model: str) -> bool:
-    """Whether all stages of the model live there."""
-    return all(context.stage.registry.of(stage, model) for stage in PIPELINE)
+    """Whether all stages of the model live there, or can be waited for."""
+    return all(context.registry.of(stage, model) for stage in PIPELINE)
 
 
 def chosen(contexts: Sequence[C], beginning: str) -> C:
     """The first cell, in an order that the prompt's beginning makes, with room for one more
     sequence of this gateway's."""
-    weights = {each.mark: len(each.stage.registry.of("compute")) for each in contexts}
+    weights = {each.mark: len(each.registry.of("compute")) for each in contexts}
     counts = {each.mark: each.pipeline.subscriptions.num_sequences for each in contexts}
     most = SURPLUS * (sum(counts.values()) + 1) / sum(weights.values())
     order = sorted(contexts, key=lambda each: hashlib.blake2b(f"{each.mark}{beginning}".encode(errors="replace")).digest())

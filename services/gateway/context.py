@@ -58,10 +58,10 @@ class Context(ConversationContext):
 
     def served_names(self) -> dict[str, Replica]:
         """Every name that the caller may use, in any cell, and a replica of its model: compute's, if
-        one is alive."""
+        one is alive or can be waited for."""
         found: dict[str, Replica] = {}
         for context in self.cells.contexts:
-            for name, replica in served_names(context.stage.registry, self.tenant).items():
+            for name, replica in served_names(context.registry, self.tenant).items():
                 if name not in found or found[name].stage != "compute":
                     found[name] = replica
         return found
@@ -85,7 +85,7 @@ class Context(ConversationContext):
 
     def serving(self, model: str) -> "Context":
         """The context of a cell that serves the caller's model; home, if none does."""
-        return next((each for each in self.everywhere if model in served_names(each.stage.registry, self.tenant)), self)
+        return next((each for each in self.everywhere if model in served_names(each.registry, self.tenant)), self)
 
     def only_model(self) -> str:
         """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while
@@ -104,13 +104,13 @@ class Context(ConversationContext):
         return context, context.resolve(name)
 
     def served(self, name: str) -> Replica:
-        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while
-        it has none, Invalid (404)."""
+        """A compute replica of the model that the caller calls so, live or to be waited for. Raises
+        Rejected (503) while it has none, Invalid (404)."""
         replica = self.served_names().get(name)
         if replica is not None and replica.stage == "compute":
             return replica
         context = self.serving(name)
-        return context.stage.registry.of("compute", context.resolve(name))[0]
+        return context.registry.of("compute", context.resolve(name))[0]
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(

@@ -71,7 +71,7 @@ async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
     with collecting(is_strict=context.settings.strict_fields):
         asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
-    settings, outputs = context.settings, sum(estimate_output(each, context.stage.registry) for each in asked.requests)
+    settings, outputs = context.settings, sum(estimate_output(each, context.registry) for each in asked.requests)
     tokens = sum(map(estimate_prompt, asked.requests)) + outputs
     if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")

@@ -1,5 +1,4 @@
-"""A run of a batch: by one worker, for a minute or until it is done, from wherever the last one
-left it.
+"""A run of a batch: by one worker, for a minute or until it is done, from where the last one was.
 
 What is done is in the files (a part for each block of lines), what is on its way in the token logs,
 under ids that are a function of batch and line. So a run that is cut off anywhere loses nothing:
@@ -32,7 +31,7 @@ from services.requests.admission.held import CODE as STORAGE_LIMIT
 from services.requests.batches.figures import queue_note
 from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
 from services.requests.client import persist
-from services.requests.errors import RequestFailed
+from services.requests.errors import NO_REPLICA, RequestFailed
 from services.requests.files.store import FileRecord
 from services.requests.tenants.limits import Caller
 from shared.model.sampling_params import SEEDS
@@ -306,35 +305,37 @@ class BatchRun:
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
     async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
-        """Wait for what was submitted, and settle the line; what Redis loses is asked again."""
-        answer: Answer | None = None
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        """Wait for what was submitted, and settle the line; ask again if it is lost, or no replica came."""
+        attempt = num_lost = 0
+        while True:
             block.asked.append(asked)
-            answer = await self._outcome(line, asked)
+            outcome = await self._outcome(line, asked)
+            answer, attempt, num_lost = outcome if isinstance(outcome, Answer) else None, attempt + 1, num_lost + (outcome is LOST)
             if self.spans is not None:
                 self.spans.line(asked, line.custom_id, answer)
             self.in_flight.pop(asked.record.response_id, None)
-            if answer is not None or attempt == MAX_ATTEMPTS:
+            if answer is not None or num_lost == MAX_ATTEMPTS:
                 break
             begun = await self._begin(batch, line, attempt)
             if isinstance(begun, Answer):
-                answer = begun
-                break
+                return await self._settle(block, place, begun)
             asked, started_at = begun, time.time()
             while not await self._submit(batch, asked, started_at):
                 await asyncio.sleep(AGAIN_S)
         await self._settle(block, place, answer or self._refused(line, LOST))
 
-    async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
-        """The answer to a request; None if Redis has lost it."""
+    async def _outcome(self, line: Line, asked: Asked) -> Answer | RequestError:
+        """The answer to a request; or why it has to be asked again."""
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.runtime.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
             body, totals = await read_answer(self.runtime.client, asked, self.runtime.reading, self.runtime.answers)
         except Lost as error:
             log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
-            return None
+            return LOST
         except RequestFailed as failed:
+            if failed.error.code == NO_REPLICA:
+                return failed.error
             if self.closing and failed.error.code == "cancelled":
                 return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
             return self._refused(line, failed.error)

@@ -15,6 +15,7 @@ from services.jobs.broker import careful
 from services.jobs.deaths import Deaths
 from services.jobs.places import Places
 from services.requests.admission.admission import Admission
+from services.requests.admission.known import KnownReplicas
 from services.requests.batches.store import BatchStore
 from services.requests.client import connect
 from services.requests.files.storage import Storage
@@ -52,7 +53,8 @@ class JobsRuntime:
         self.grammars = GrammarChecker()
         self.images = ImageReader(self.files, ImageFetcher(settings.image_host), settings.max_held_size)
         self.answers = AnswerChecker()
-        admission = Admission(stage, self.client, settings)
+        self.known = KnownReplicas(stage, self.client) if settings.wait_for_replicas_s else None
+        admission = Admission(stage, self.client, settings, known=self.known)
         self.context = ConversationContext(
             settings=settings,
             stage=stage,
@@ -106,7 +108,7 @@ class JobsRuntime:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        for each in (self.places.look(), self._beat()):
+        for each in (self.places.look(), self._beat(), *([self.known.run()] if self.known is not None else [])):
             self._running.add(self._loop.create_task(exit_on_failure(each)))
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)

@@ -51,7 +51,7 @@ class BatchSpans:
             self.tracer.record("admission", asked.record.traceparent, started_at, time.time(), {"penstock.num_sequences": len(asked.requests)})
 
     def line(self, asked: Asked, custom_id: str, answer: Answer | None) -> None:
-        """Record a request's outcome; None: Redis has lost it."""
+        """Record a request's outcome; None: it has to be asked again."""
         if not asked.record.traceparent:
             return
         outcome = "lost" if answer is None else "completed" if answer.is_completed else "failed"

@@ -14,6 +14,7 @@ from services.requests.images.reader import ImageReader
 from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import NOBODY, Tenant
 from shared.process.settings import RequestSettings
+from shared.wire.registry import Registry
 from shared.wire.stage import Stage
 
 T = TypeVar("T")
@@ -36,6 +37,11 @@ class RequestContext:
     @property
     def tenant(self) -> Tenant:
         return self.caller.tenant
+
+    @property
+    def registry(self) -> Registry:
+        """The replicas that requests are made for."""
+        return self.admission.registry
 
     async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns. Subclasses cancel it when nobody waits for the answer any

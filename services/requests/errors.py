@@ -7,6 +7,7 @@ from shared.model.context_length import CODE as TOO_LONG
 from shared.model.context_length import sizes_of
 from shared.wire.messages import RequestError, TokenEvent
 
+NO_REPLICA = "no_replica"  # the code of a request that waited in vain for a replica to be started
 GONE = RequestError("the request was lost: Redis has lost its data", 500, code="request_lost")
 
 TYPE_BY_STATUS = {

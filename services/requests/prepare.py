@@ -85,7 +85,7 @@ async def modules_for(context: RequestContext, body: GenerateBody, model: str) -
     """The prompt modules that the body uses. Raises Invalid."""
     if body.prompt_modules is None:
         return ()
-    lengths = [replica.max_model_len for replica in context.stage.registry.of("compute", model) if replica.max_model_len is not None]
+    lengths = [replica.max_model_len for replica in context.registry.of("compute", model) if replica.max_model_len is not None]
     return await ModuleStore(context.home).take(context.tenant.tenant_id, model, body.prompt_modules, max(lengths, default=None))
 
 
@@ -95,7 +95,7 @@ async def messages_for(context: RequestContext, messages: Sequence[Message], mod
     seen = next((number for number, message in enumerate(messages) if isinstance(message.content, Content)), None)
     if seen is None:
         return tuple(message.to_wire() for message in messages), {}
-    if not any(replica.takes_images for replica in context.stage.registry.of("compute", model)):
+    if not any(replica.takes_images for replica in context.registry.of("compute", model)):
         raise Invalid(f"the model {model} reads text only: images can't be understood", param=f"messages[{seen}].content", code="model_not_supported")
     await context.admission.charge_request(context.caller)
     return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
@@ -175,7 +175,7 @@ def with_model_defaults(context: RequestContext, body: GenerateBody, params: Sam
 
 def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
     """The makers' sampling defaults, by the names of SamplingParams."""
-    return next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
+    return next((replica.sampling for replica in context.registry.of("tokenizer", model)), {})
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:
@@ -186,7 +186,7 @@ def fingerprint_of(context: RequestContext, model: str) -> str:
 def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
     """The replica that started last. While replicas with other settings take over, all gateways
     choose the same one."""
-    return max(context.stage.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
+    return max(context.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from services.tokenizer.affinity import Affinity, Choice
 from services.tokenizer.answers import Answer
@@ -16,8 +17,10 @@ from shared.wire.line import Pipeline
 from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
 from shared.wire.offers import offer
+from shared.wire.registry import decode_replicas
+from shared.wire.replica import Replica
 from shared.wire.stage import Stage
-from shared.wire.streams import prompts, requests, tombstone_key
+from shared.wire.streams import prompts, requests, served_key, tombstone_key
 from shared.wire.token_log import end_request, write_end
 
 log = get_logger("penstock.tokenizer")
@@ -158,6 +161,15 @@ class TokenizerService:
         self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, said)
 
     def longest_sequence(self) -> int:
-        """The length that the model was made for, or less where a live compute replica has less."""
-        limits = [self.max_model_len, *(replica.max_model_len for replica in self.stage.registry.of("compute", self.encoder.model))]
+        """The length that the model was made for, or less where a live compute replica has less, or
+        had, if its like is to be started."""
+        computes = self.stage.registry.of("compute", self.encoder.model) or self.last_compute()
+        limits = [self.max_model_len, *(replica.max_model_len for replica in computes)]
         return min((limit for limit in limits if limit is not None), default=UNBOUNDED)
+
+    def last_compute(self) -> tuple[Replica, ...]:
+        """The last compute replica, as gateways remember it; nothing, where no request may wait for
+        one."""
+        key = served_key("compute", self.encoder.model)
+        said: Any = self.stage.transport.persist(lambda: self.stage.transport.client.get(key))
+        return decode_replicas([(key, said)])

@@ -87,6 +87,11 @@ class RequestSettings(StageSettings):
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     strict_fields: bool = Field(False, description="refuse fields of requests that are unknown or not supported; else the header X-Penstock-Ignored names them")
     trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
+    wait_for_replicas_s: float = Field(
+        0.0,
+        ge=0,
+        description="how long a request for a model that was served before waits for replicas to be started, if it has none; then: 503. 0: at once",
+    )
     files_url: str = Field(
         str(DEFAULT_DATA_DIR / "files"),
         description="where files are kept: a folder that gateways and workers share, or a URL that fsspec supports, such as s3://bucket/penstock",

@@ -15,6 +15,7 @@ REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer rene
 CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
 MAX_DEAD_LETTERS = 10_000
 FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
+SERVED_TTL_S = 30 * 24 * 3600  # of what is known of a model without replicas
 
 # The one field of a stream entry; group entries also carry the request's id and gateway in the
 # clear, so that a message that does not decode can still fail its request.
@@ -51,6 +52,7 @@ BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended; 3
 BATCH_FIGURES = "batch-figures"  # hash of the counts of all batches, and of what waits; 30 days past the last change. Gateway, jobs → gateways
 CELERY_PREFIX = "celery:"  # prefix of the keys that Celery makes for its queue
 JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
+SERVED = "served"  # set of "<stage>:<model>", of the keys served:…; 30 days past the last replica. Gateways, jobs that wait for replicas → the same
 WATCHED = "watched"  # there while somebody looks at the live view, renewed for 3 s at a time: gateway → every replica
 
 
@@ -181,6 +183,12 @@ def attempts_key(request_id: str) -> str:
 def replica_key(stage: str, replica_id: str) -> str:
     """A live replica's announcement. Lives 4 s, renewed every second."""
     return f"replica:{stage}:{replica_id}"
+
+
+def served_key(stage: str, model: str) -> str:
+    """The last replica of that stage of the model, as it announced itself: gateways and jobs that wait for replicas → the same, tokenizers. Lives 30 days
+    past that replica."""
+    return f"served:{stage}:{model}"
 
 
 def file_key(file_id: str) -> str:

@@ -20,10 +20,12 @@ from shared.process.errors import Invalid, Lost
 from shared.wire.line import Pipeline
 from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode, encode_around
 from shared.wire.streams import (
+    GATEWAY_ID,
     LOG_TTL_S,
     MESSAGE,
     PREFIX,
     REPLICA_STREAM_TTL_S,
+    REQUEST_ID,
     RUNNING_LOG_TTL_S,
     DirectStream,
     GroupStream,
@@ -147,9 +149,7 @@ return refused
 # one event, '1' if the request was refused: then little of it stays stored. The position is the
 # log's own. The event of the end that the log holds, this one or an earlier one, goes to whoever
 # reads the response.
-WRITE_END = (
-    _COMMON
-    + f"""
+_END = f"""
 local key, inflight, reader = unpack(KEYS)
 local request, gateway, head, tail, before, behind, refused = unpack(ARGV)
 local last, has_ended, event = last_of(key)
@@ -167,6 +167,59 @@ if gateway ~= '' then
 end
 return last
 """
+WRITE_END = _COMMON + _END
+
+_UNDELIVERED = """
+local function undelivered(stream, group, count)
+  local groups = redis.pcall('XINFO', 'GROUPS', stream)
+  if groups.err then return {} end
+  for _, fields in ipairs(groups) do
+    local named = {}
+    for i = 1, #fields, 2 do named[fields[i]] = fields[i + 1] end
+    if named.name == group then return redis.call('XRANGE', stream, '(' .. named['last-delivered-id'], '+', 'COUNT', count) end
+  end
+  return {}
+end
+"""
+
+# KEYS[1]: group stream. ARGV: group, ms, most entries. Returns [entry id, request id, gateway id] of
+# the first entries that nobody has taken, as far as they have waited for so long. A record is
+# written with its requests, so what is left of its life tells their age. One that is gone, or ends
+# soon, is of a request that has ended.
+FIND_WAITING = (
+    PREFIX
+    + _UNDELIVERED
+    + f"""
+local group, least_ms, count = unpack(ARGV)
+local found = {{}}
+for _, entry in ipairs(undelivered(KEYS[1], group, count)) do
+  local fields = {{}}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  local request = fields['{REQUEST_ID.decode()}'] or ''
+  local age_ms = {RUNNING_LOG_TTL_S * 1000} - redis.call('PTTL', prefix .. '{response_key("")}' .. (string.match(request, '^(.*)%.') or request))
+  if age_ms < tonumber(least_ms) then break end
+  found[#found + 1] = {{entry[1], request, fields['{GATEWAY_ID.decode()}'] or ''}}
+end
+return found
+"""
+)
+
+# KEYS: those of WRITE_END, group stream. ARGV: those of WRITE_END, group, consumer, entry id. Takes the entry as the
+# group's next reader would, so that nobody else gets it, and ends its request. Entries are never
+# deleted before they are delivered: Redis would lose count of the group's lag. If another has taken
+# the entry, nothing happens.
+END_WAITING = (
+    _COMMON
+    + _UNDELIVERED
+    + """
+local waiting, group, consumer, entry = KEYS[4], unpack(ARGV, 8, 10)
+local first = undelivered(waiting, group, 1)[1]
+if not first or first[1] ~= entry then return false end
+redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', 1, 'STREAMS', waiting, '>')
+redis.call('XACK', waiting, group, entry)
+redis.call('XDEL', waiting, entry)
+"""
+    + _END
 )
 # before the event in a StepEvents: the script puts it there
 _ONE_EVENT = msgpack.Packer().pack_array_header(1)
@@ -203,12 +256,31 @@ def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | N
 def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
     """Queue an end without a token. Its position is the log's, whatever the event says. A log that
     has an end keeps it. Safe to repeat."""
+    keys, arguments = _end_arguments(model, event, gateway_id, moments)
+    pipe.eval(WRITE_END, len(keys), *keys, *arguments)
+
+
+def _end_arguments(model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> tuple[tuple[str, ...], tuple[str | bytes, ...]]:
+    """KEYS and ARGV of WRITE_END."""
     request_id = event.request_id
     head, tail = encode_around(event, "position")  # the script puts the log's there
     before, behind = encode_around(StepEvents((), moments), "events")
     keys = (log_key(request_id), inflight_key(model), reader_key(response_of(request_id)))
     is_refused = event.error is not None and 400 <= event.error.status < 500
-    pipe.eval(WRITE_END, 3, *keys, request_id, gateway_id or "", head, tail, before + _ONE_EVENT, behind, "1" if is_refused else "")
+    return keys, (request_id, gateway_id or "", head, tail, before + _ONE_EVENT, behind, "1" if is_refused else "")
+
+
+def queue_find_waiting(pipe: Pipeline, stream: GroupStream, least_ms: int, count: int) -> None:
+    """Ask for the first entries that nobody has taken for least_ms. FIND_WAITING says what is
+    returned."""
+    pipe.eval(FIND_WAITING, 1, stream.key, stream.group, least_ms, count)
+
+
+def end_waiting(pipe: Pipeline, stream: GroupStream, consumer: str, entry_id: bytes, model: str, event: TokenEvent, gateway_id: str | None) -> None:
+    """Queue the end of a request that nobody has taken yet; entries in their order. Nothing
+    happens if somebody has."""
+    keys, arguments = _end_arguments(model, event, gateway_id)
+    pipe.eval(END_WAITING, 1 + len(keys), *keys, stream.key, *arguments, stream.group, consumer, entry_id)
 
 
 # KEYS: group stream, then the log of each entry's request. ARGV: group, then the entries' ids. An entry is done when

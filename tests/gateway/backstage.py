@@ -51,14 +51,18 @@ class Backstage:
                 continue
 
     def close(self) -> None:
+        with contextlib.suppress(redis.RedisError):  # some tests take their Redis along
+            self.leave()
+        self.client.close()
+
+    def leave(self) -> None:
+        """Leave the registry; safe to call twice."""
         self._stopping.set()
         self._thread.join()
         pipe = self.client.pipeline(transaction=False)
         for replica in self.replicas:
             withdraw(pipe, replica)
-        with contextlib.suppress(redis.RedisError):  # some tests take their Redis along
-            pipe.execute()
-        self.client.close()
+        pipe.execute()
 
     def take(self, count: int = 1) -> list[GenerateRequest]:
         """The next requests, in order."""

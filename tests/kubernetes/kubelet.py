@@ -129,6 +129,7 @@ class Kubelet:
 
     redis_url: str
     folder: Path
+    more_settings: dict[str, str] = field(default_factory=dict)
     pods: dict[str, list[Pod]] = field(default_factory=lambda: {name: [] for name in NAMES})
     endpoints: list[Slot] = field(default_factory=list)  # gateways that a client may be sent to
     ended: list[Pod] = field(default_factory=list)
@@ -136,7 +137,7 @@ class Kubelet:
     _num_pods: int = 0
 
     def __post_init__(self) -> None:
-        self.deployments, self.settings = read_deployments(), read_settings()
+        self.deployments, self.settings = read_deployments(), read_settings() | self.more_settings
 
     def of(self, _: str) -> list[Slot]:
         """The gateways: what the load asks its cluster for."""
@@ -157,6 +158,12 @@ class Kubelet:
             await self._remove(name, old)
             ended.append(old)
         return ended
+
+    async def scale(self, name: str, num_replicas: int) -> None:
+        """Start or end pods, the newest first, until there are so many. Waits for those that end, and for none that begins."""
+        while len(self.pods[name]) < num_replicas:
+            self._add(name)
+        await asyncio.gather(*(self._remove(name, pod) for pod in self.pods[name][num_replicas:]))
 
     async def stop(self) -> None:
         for pods in self.pods.values():

@@ -24,7 +24,7 @@ NEW_COMPUTE = Replica("compute", "c-2", "host", 4, started_at=20.0, model="m", f
 
 def test_the_newest_replica_speaks_for_its_stage_in_whatever_order_they_are_listed() -> None:
     for replicas in permutations([OLD, NEW, OLD_COMPUTE, NEW_COMPUTE]):
-        context = SimpleNamespace(stage=SimpleNamespace(registry=Registry(replicas)))
+        context = SimpleNamespace(registry=Registry(replicas))
         assert parsers_of(context, "m") == ("mistral", "")  # type: ignore[arg-type]
         assert fingerprint_of(context, "m") == "fp_new"  # type: ignore[arg-type]
 

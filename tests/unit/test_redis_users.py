@@ -11,11 +11,14 @@ import redis
 
 from shared.model.sampling_params import SamplingParams
 from shared.wire.entries import LEAVE
-from shared.wire.messages import Offer, RequestError, TokenizedRequest, decode
+from shared.wire.messages import Offer, RequestError, TokenEvent, TokenizedRequest, decode
 from shared.wire.offers import STEAL, TAKE_UP, offer
 from shared.wire.streams import (
+    GATEWAY_ID,
     MESSAGE,
+    REQUEST_ID,
     RUNNING_LOG_TTL_S,
+    SERVED,
     held_key,
     inflight_key,
     log_key,
@@ -26,9 +29,10 @@ from shared.wire.streams import (
     prompts,
     reader_key,
     replica_key,
+    served_key,
     stored_key,
 )
-from shared.wire.token_log import end_request
+from shared.wire.token_log import end_request, end_waiting, queue_find_waiting
 
 ROOT = Path(__file__).parent.parent.parent
 ACL = (ROOT / "deploy/redis/users.acl").read_text()
@@ -86,6 +90,39 @@ def test_tokenizers_offer_prompts_and_computes_take_them(server: "redis.Redis", 
         assert clients["compute"].eval(STEAL, 2, stream.key, offers_key("m"), stream.group, "d", 9)[1] == 1
         clients["compute"].eval(LEAVE, 1, stream.key, stream.group, "c")
         clients["compute"].unlink(prefixes_key("c"), offered("c").key)
+    finally:
+        for client in clients.values():
+            client.close()
+
+
+def test_gateways_end_what_waits_in_vain_and_keda_sees_how_much_waits(server: "redis.Redis", redis_url: str) -> None:
+    """Models are remembered by gateways and by workers of batches; tokenizers read that."""
+    stream = prompts("m")
+    server.xgroup_create(stream.key, stream.group, id="0", mkstream=True)
+    entry_id: Any = server.xadd(stream.key, {MESSAGE: b"-", REQUEST_ID: "resp_1.0", GATEWAY_ID: ""})
+    clients: dict[str, Any] = {
+        user: redis.Redis.from_url(redis_url, username=user, password=f"{user.upper()}_PASSWORD") for user in ("gateway", "jobs", "tokenizer", "keda")
+    }
+    try:
+        for user in ("gateway", "jobs"):
+            pipe = clients[user].pipeline(transaction=False)
+            pipe.set(served_key("compute", "m"), b"said", ex=9)
+            pipe.sadd(SERVED, "compute:m")
+            pipe.expire(SERVED, 9)
+            pipe.smembers(SERVED)
+            pipe.mget(served_key("compute", "m"))
+            pipe.execute()
+        assert clients["tokenizer"].get(served_key("compute", "m")) == b"said"
+        clients["gateway"].srem(SERVED, "compute:m")
+        assert clients["keda"].xinfo_groups(stream.key)[0]["lag"] == 1 and clients["keda"].xpending(stream.key, stream.group)["pending"] == 0
+        for command in (["XRANGE", stream.key, "-", "+"], ["GET", served_key("compute", "m")]):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                clients["keda"].execute_command(*command)
+        pipe = clients["gateway"].pipeline(transaction=False)
+        queue_find_waiting(pipe, stream, 1, 9)
+        end_waiting(pipe, stream, "gateway-1", entry_id, "m", TokenEvent("resp_1.0", 0, None, "", finish_reason="error", error=RequestError("late", 503)), None)
+        assert pipe.execute()[0] == [[entry_id, b"resp_1.0", b""]]
+        assert server.xlen(log_key("resp_1.0")) == 1 and server.xlen(stream.key) == 0
     finally:
         for client in clients.values():
             client.close()

@@ -19,7 +19,7 @@ from services.requests.answers.choice import Choice
 from services.requests.answers.formats import format_for, whole_body
 from services.requests.answers.frames import Frames, is_plain
 from services.requests.answers.schema_errors import schema_errors
-from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, event_head, format_id
+from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, STARTING, encode_event, event_head, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.grammars.answers import unchecked
 from shared.process.telemetry import get_logger
@@ -170,7 +170,6 @@ class Responder:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
         positions = list(self.generation.positions)
         unopened = [index for index, position in enumerate(positions) if position == 0]
-        ping = PING_AMONG_IDS if self.has_positions else PING
         failure: RequestError | None = None
         is_behind = False
         while True:
@@ -179,7 +178,7 @@ class Responder:
             if any(event.prompt_logprobs is not None for _, event in batch):
                 encoded, failure = await asyncio.to_thread(self._encode, batch, positions, joins=is_behind)
             else:
-                encoded, failure = self._encode(batch, positions, joins=is_behind) if batch else (ping, None)
+                encoded, failure = self._encode(batch, positions, joins=is_behind) if batch else (self._ping(), None)
             if batch and unopened:  # with the first tokens: clients take it for the first
                 encoded, unopened = self._openings(unopened, batch[0][1]) + encoded, []
             given_at = time.monotonic()
@@ -197,6 +196,11 @@ class Responder:
         elif self.generation.record.has_usage:
             yield encode_event(self.format.usage_chunk(self.choices), self._id(positions))
         yield DONE
+
+    def _ping(self, usual: bytes = PING) -> bytes:
+        """The bytes that keep a waiting stream open. usual: while no replica is missing."""
+        ping = PING_AMONG_IDS if self.has_positions else usual
+        return STARTING.get(ping, ping) if self.generation.is_starting else ping
 
     def _openings(self, indices: list[int], first: TokenEvent) -> bytes:
         """The first chunks of choices. first: the first event of any, for all have one prompt."""

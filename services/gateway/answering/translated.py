@@ -59,7 +59,7 @@ class TranslatedResponder(Responder):
         while True:
             await self._check_ends(batch)
             encoded = b"".join(self.fold.encode(self.fold.add(event)) for _, event in batch)
-            yield encoded if batch else self.translation.ping
+            yield encoded if batch else self._ping(self.translation.ping)
             if self._is_over:
                 return
             try:

@@ -51,7 +51,7 @@ async def get_model(model: str, request: Request) -> dict[str, Any]:
 def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]:
     """A model in OpenAI's list; `root` is its own name, `sampling` what a request gets that says
     nothing, `input_modalities` what it reads, `meta` llama.cpp's, and `permission` vLLM's."""
-    sees = any(each.takes_images for each in context.stage.registry.of("compute", replica.model or ""))
+    sees = any(each.takes_images for each in context.registry.of("compute", replica.model or ""))
     return {
         "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
         "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,

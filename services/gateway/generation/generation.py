@@ -60,6 +60,11 @@ class Generation:
         ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it waits for a replica that is being started."""
+        return self.pipeline.admission.is_starting(self.record.served_model)
+
     async def text_before(self, index: int) -> str | None:
         """The text of a sequence up to where the stream was resumed; None: its log is not whole, or out of reach."""
         request_id = self.request_ids[index]

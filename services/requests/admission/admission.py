@@ -20,6 +20,7 @@ import redis
 import redis.asyncio
 
 from services.requests.admission.held import HELD, check_size, too_much_held
+from services.requests.admission.known import KnownReplicas
 from services.requests.admission.redis_memory import RedisMemory
 from services.requests.client import redis_errors_as_503
 from services.requests.record import ResponseRecord
@@ -135,11 +136,12 @@ return {{left}}
 class Admission:
     def __init__(
         self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
-        on_refused: Callable[[str, str], None] | None = None, shared: SharedLimits | None = None, mark: str = "",
+        on_refused: Callable[[str, str], None] | None = None, known: KnownReplicas | None = None, shared: SharedLimits | None = None, mark: str = "",
     ) -> None:  # fmt: skip
         """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way.
-        on_refused: is told the model and the reason. shared: the limits of all cells,
-        if there are several; mark: of this one, unless it is home."""
+        on_refused: is told the model and the reason. known: of who takes requests for models without
+        replicas, None: nobody does. shared: the limits of all cells, if there are several; mark: of
+        this one, unless it is home."""
         self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
@@ -147,14 +149,24 @@ class Admission:
         self.on_refused = on_refused
         self.shared = shared
         self.mark = mark
+        self.known = known
+
+    @property
+    def registry(self) -> Registry:
+        """The replicas that requests are made for: the live ones, and those that a request may wait for."""
+        return self.known.registry if self.known is not None else self.stage.registry
+
+    def is_starting(self, model: str) -> bool:
+        """Whether the model's requests wait for a replica of some stage."""
+        return self.known is not None and bool(self.known.missing(model))
 
     def resolve(self, name: str, tenant: Tenant) -> str:
         """The model that the tenant calls so.
 
-        Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it,
-        or not to him.
+        Raises Rejected (503) while one of its stages is missing and can't be waited for, Invalid
+        (404) if nobody serves it, or not to him.
         """
-        registry = self.stage.registry
+        registry = self.registry
         for replica in sorted(registry.replicas, key=lambda each: each.started_at):
             if replica.model is not None and name in (names := names_of(replica)) and tenant.may_use(names):
                 self._check_stages(registry, replica.model)
@@ -185,7 +197,7 @@ class Admission:
         will, and what the client raises.
         """
         self.check_memory(model)
-        outputs = [estimate_output(request, self.stage.registry) for request in submitted]
+        outputs = [estimate_output(request, self.registry) for request in submitted]
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt

@@ -18,6 +18,8 @@ DONE = b"data: [DONE]\n\n"
 PING = b"\n\n"
 # Where events have ids: many clients take a blank line for an event once they have seen one.
 PING_AMONG_IDS = b": waiting\n"
+# In their place while a replica is being started, for as long as the operator lets a request wait.
+STARTING = {PING: b": starting\n\n", PING_AMONG_IDS: b": starting\n"}
 
 
 def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:

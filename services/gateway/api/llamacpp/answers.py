@@ -9,7 +9,7 @@ from services.gateway.api.llamacpp.schemas import LlamaBody
 from services.gateway.http.errors import llama_error
 from services.requests.answers.choice import Choice
 from services.requests.answers.prompt_logprobs import finite
-from services.requests.answers.sse import PING, encode_event
+from services.requests.answers.sse import encode_event
 from services.requests.bodies.fields import TokenIds
 from services.requests.errors import RequestFailed, check
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
@@ -37,7 +37,7 @@ class LlamaResponder(Responder):
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         while True:
-            yield b"".join(self._event(*each) for each in batch) if batch else PING
+            yield b"".join(self._event(*each) for each in batch) if batch else self._ping()
             if self._is_over:
                 return
             try:

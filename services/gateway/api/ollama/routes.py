@@ -99,7 +99,8 @@ async def tags(request: Request) -> dict[str, Any]:
 @router.get("/ps")
 async def running(request: Request) -> dict[str, Any]:
     """List the models that a live compute replica has in memory, where they stay."""
-    loaded = [(name, replica) for name, replica in sorted(context_of(request).served_names().items()) if replica.stage == "compute"]
+    context = context_of(request)
+    loaded = [(name, replica) for name, replica in sorted(context.served_names().items()) if context.stage.registry.of("compute", replica.model)]
     return {"models": [card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len} for name, replica in loaded]}
 
 
