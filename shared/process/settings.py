@@ -90,6 +90,7 @@ class RequestSettings(StageSettings):
     wait_for_replicas_s: float = Field(
         0.0,
         ge=0,
+        le=86400,
         description="how long a request for a model that was served before waits for replicas to be started, if it has none; then: 503. 0: at once",
     )
     files_url: str = Field(

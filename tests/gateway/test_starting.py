@@ -31,6 +31,7 @@ def served(deployment: Deployment, own: Backstage) -> Backstage:
 
 def test_a_request_that_nobody_takes_ends_with_one_clear_error(deployment: Deployment, served: Backstage) -> None:
     """With a reader, in the background, and after its gateway has died. Redis still knows then how much waits."""
+    served.client.xadd(requests(NAME).key, {"m": b"\xff", "r": b"\xff.0", "g": b"\xff"})  # nobody's, and no text
     refused = deployment.post("/v1/completions", WHOLE)
     assert refused.status_code == 503 and refused.headers["Retry-After"]
     assert refused.json()["error"] == {

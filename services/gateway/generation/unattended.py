@@ -65,8 +65,8 @@ class Unattended:
                 [found] = await pipe.execute()
             async with self.client.pipeline(transaction=False) as pipe:
                 for entry_id, request_id, gateway_id in found:
-                    event = TokenEvent(request_id.decode(), 0, None, "", finish_reason="error", error=error)
-                    end_waiting(pipe, stream, self.known.stage.replica_id, entry_id, model, event, gateway_id.decode() or None)
+                    event = TokenEvent(request_id.decode(errors="replace"), 0, None, "", finish_reason="error", error=error)
+                    end_waiting(pipe, stream, self.known.stage.replica_id, entry_id, model, event, gateway_id.decode(errors="replace") or None)
                 await pipe.execute()
         if found:
             log.warning("requests waited in vain for a replica", stage=stage, model=model, num_requests=len(found))
