@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.process.arguments import Parser, add_setting
@@ -25,6 +25,11 @@ DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
 
 def split_list(value: Any) -> Any:
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def split_cells(value: Any) -> Any:
+    """Flags come joined by commas, and URLs hold commas, too."""
+    return [each for each in BETWEEN_CELLS.split(value) if each] if isinstance(value, str) else value
 
 
 def split_place(value: str) -> tuple[Path, int]:
@@ -113,7 +118,7 @@ class GatewaySettings(RequestSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
-    cell: Annotated[list[str], NoDecode] = Field(
+    cell: Annotated[list[str], NoDecode, BeforeValidator(split_cells)] = Field(
         [], description="further cells as NAME=REDIS_URL, joined by spaces: pipelines in a Redis, or a slot of a cluster, of their own"
     )
     tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
@@ -149,12 +154,6 @@ class GatewaySettings(RequestSettings):
     def split_origins(cls, value: Any) -> Any:
         """Split a value from the environment, joined by commas."""
         return split_list(value)
-
-    @field_validator("cell", mode="before")
-    @classmethod
-    def split_cells(cls, value: Any) -> Any:
-        """Split a value from the environment, and flags as they come, joined by commas. URLs hold commas, too."""
-        return [each for part in ([value] if isinstance(value, str) else value) for each in BETWEEN_CELLS.split(str(part)) if each]
 
     @field_validator("allow_origin")
     @classmethod

@@ -145,9 +145,7 @@ def test_cells_have_names_of_their_own() -> None:
 def context(mark: str, num_computes: int, num_sequences: int) -> Any:
     """As much of a context as choosing looks at."""
     registry = SimpleNamespace(of=lambda _: [None] * num_computes)
-    return SimpleNamespace(
-        mark=mark, stage=SimpleNamespace(registry=registry), pipeline=SimpleNamespace(subscriptions=SimpleNamespace(num_sequences=num_sequences))
-    )
+    return SimpleNamespace(mark=mark, registry=registry, pipeline=SimpleNamespace(subscriptions=SimpleNamespace(num_sequences=num_sequences)))
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 200)), min_size=1, max_size=6), st.text(max_size=8))

@@ -39,6 +39,7 @@ EVERYTHING = (
 )
 OTHER_VALUES = (
     f"{{models: {TWO_MODELS}}}", EVERYTHING, "{redis: {existingSecret: mine}}", "{redis: {url: 'rediss://me:secret@redis.example:6380/2', tlsSecret: ca}}",
+    "{redis: {url: 'rediss+cluster://me:secret@one:6379,two:6379/a'}, keda: {enabled: true, authentication: mine}}",
     "{redis: {url: 'redis+sentinel://me:secret@one:26379,two:26379/penstock/0'}, keda: {enabled: true, authentication: mine}}",
     "{files: {url: 's3://bucket/penstock'}, jobs: {enabled: true}}",
 )  # fmt: skip
