@@ -37,7 +37,8 @@ class Stream(asyncio.Protocol):
         self.arrivals.append((time.perf_counter(), data))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self.ended.set_result(None)
+        if not self.ended.done():  # else it was given up
+            self.ended.set_result(None)
 
     @property
     def received(self) -> bytes:
