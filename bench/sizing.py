@@ -41,6 +41,7 @@ from bench.pipeline import MAX_ATTEMPTS, NOISE, REDIS_COUNTS, busy_seconds, cpu_
 from bench.texts import Prose
 from services.operator.redis_server import socket_path, start_server
 from shared.model.files import DEMO_MODEL
+from shared.wire.streams import LOG_TTL_S
 
 STAGES = {"sampler": "services.sampler", "tokenizer": "services.tokenizer", "gateway": "services.gateway", "compute": "bench.empty_compute"}
 CARRIERS = ("gateway", "tokenizer", "sampler", "redis")  # of which a deployment has one or several
@@ -158,7 +159,10 @@ def quietest(cells: list[Cell], make: Callable[[], list[bytes]], num_tokens: int
     while not runs or (runs[-1].others > NOISE and len(runs) < MAX_ATTEMPTS):
         runs.append(measure(cells, make(), num_tokens, at_once))
         run = runs[-1]
-        print(f"  {run.num_requests / run.seconds:.0f} requests/s, {run.tokens_per_s:.0f} tokens/s, others {run.others:.2f} cores", flush=True)
+        cpu = ", ".join(f"{name} {us(run.costs[name] / run.num_tokens)}" for name in CARRIERS)
+        print(
+            f"  {run.num_requests / run.seconds:.0f} requests/s, {run.tokens_per_s:.0f} tokens/s; µs a token: {cpu}; others {run.others:.2f} cores", flush=True
+        )
     return min(runs, key=lambda run: run.others)
 
 
@@ -175,11 +179,11 @@ class Shape:
 
 
 def per_output_token(token: Costs, short: Costs, long: Costs, shape: Shape) -> Costs:
-    """The CPU seconds of an output token of such requests, with its share of its request. Between the short and the long prompt, they grow evenly."""
+    """The costs of an output token of such requests, with its share of its request. Between the short and the long prompt, they grow evenly."""
     place = (shape.num_prompt_tokens - SHORT) / (LONG - SHORT)
-    request = {name: short[name] + place * (long[name] - short[name]) for name in CARRIERS}
-    later = {name: 0 if name == "tokenizer" else shape.num_output_tokens - 1 for name in CARRIERS}  # it has no part in them: it was idle
-    return {name: (request[name] + later[name] * token[name]) / shape.num_output_tokens for name in CARRIERS}
+    request = {name: short[name] + place * (long[name] - short[name]) for name in short}
+    later = {name: 0 if name == "tokenizer" else shape.num_output_tokens - 1 for name in short}  # it has no part in them: it was idle
+    return {name: (request[name] + later[name] * token[name]) / shape.num_output_tokens for name in short}
 
 
 def needed(tokens_per_s: float, cost_s: float, load: float = LOAD) -> int:
@@ -276,7 +280,12 @@ def show_needs(name: str, cost: Costs, shape: Shape) -> None:
     print("|---|---|---|" + "---|" * len(GOALS))
     for each in CARRIERS:
         print(f"| {each} | {us(cost[each])} | {LOAD / cost[each]:,.0f} | " + " | ".join(str(needed(goal, cost[each])) for goal in GOALS) + " |")
-    print("\nRedis by calculation: " + ", ".join(f"{count} carry {count * LOAD / cost['redis']:,.0f} tokens/s" for count in (1, 2, 3)))
+    print()
+    kept_h = LOG_TTL_S / 3600
+    for count in (1, 2, 3):
+        rate = count * LOAD / cost["redis"]
+        moved = f"{cost['commands'] * rate:,.0f} commands/s, {cost['bytes_in'] * rate / 1e6:.0f} MB/s in, {cost['bytes_out'] * rate / 1e6:.0f} MB/s out"
+        print(f"{count} Redis by calculation: {rate:,.0f} tokens/s, {moved}, {cost['memory'] * rate * LOG_TTL_S / 1e9:.1f} GB of logs in {kept_h:g} h")
 
 
 def main() -> None:
