@@ -37,7 +37,8 @@ class Stream(asyncio.Protocol):
         self.arrivals.append((time.perf_counter(), data))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self.ended.set_result(None)
+        if not self.ended.done():  # else it was given up
+            self.ended.set_result(None)
 
     @property
     def received(self) -> bytes:
@@ -52,26 +53,33 @@ class Stream(asyncio.Protocol):
 def generate(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> Load:
     """All prompts at once, greedily and whatever the tokens. Raises SystemExit for a stream that is not whole."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(stream_all(port, model, prompts, num_tokens))
+        return runner.run(stream_all([(port, make_request(model, prompt, num_tokens)) for prompt in prompts], num_tokens))
 
 
-async def stream_all(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> Load:
-    requests = [make_request(model, prompt, num_tokens) for prompt in prompts]
-    loop = asyncio.get_running_loop()
+async def stream_all(requests: list[tuple[int, bytes]], num_tokens: int, at_once: int | None = None) -> Load:
+    """requests: each with its port; at_once: how many may be under way, by default all."""
+    places = asyncio.Semaphore(at_once or len(requests))
+
+    async def stream(port: int, request: bytes) -> Stream:
+        async with places:
+            _, made = await asyncio.get_running_loop().create_connection(lambda: Stream(request), "127.0.0.1", port)
+            await made.ended
+            return made
+
     started, cpu = time.perf_counter(), time.process_time()
-    connected = await asyncio.gather(*(loop.create_connection(lambda request=request: Stream(request), "127.0.0.1", port) for request in requests))  # type: ignore[misc]
-    streams = [stream for _, stream in connected]
-    await asyncio.gather(*(stream.ended for stream in streams))
+    streams = await asyncio.gather(*(stream(port, request) for port, request in requests))
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    for stream in streams:
-        check(stream.received, num_tokens)
-    return Load(seconds, statistics.median(stream.first_at - stream.sent_at for stream in streams), cpu)
+    for each in streams:
+        check(each.received, num_tokens)
+    return Load(seconds, statistics.median(each.first_at - each.sent_at for each in streams), cpu)
 
 
-def make_request(model: str, prompt: list[int], num_tokens: int) -> bytes:
-    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+def make_request(model: str, prompt: list[int] | str, num_tokens: int, temperature: float = 0.0, *, is_chat: bool = False) -> bytes:
+    """The bytes of a request: a completion of the prompt, or a conversation that it begins."""
+    asked: dict[str, object] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    body = {"model": model, **asked, "max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_position": True}
-    return post("localhost", "/v1/completions", body)
+    return post("localhost", "/v1/chat/completions" if is_chat else "/v1/completions", body)
 
 
 def post(host: str, path: str, body: dict[str, object]) -> bytes:

@@ -95,10 +95,13 @@ async def ask(url: str, model: str, prompt: str, request: TraceRequest) -> Answe
     }  # fmt: skip
     try:
         packed = post(parts.netloc, parts.path.rstrip("/") + "/v1/completions", body)
-        _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80)
+        connection, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80)
     except OSError as error:
         return Answer("", str(error), 0, 0, [], 0.0)
-    await stream.ended
+    try:
+        await stream.ended
+    finally:
+        connection.close()  # of one that is given up
     return read(stream)
 
 

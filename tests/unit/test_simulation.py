@@ -13,7 +13,7 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost, StepCostFit
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, find_model, kv_tokens
 from services.compute.simulation.simulator import replay
-from services.compute.simulation.trace import load_trace, with_rate
+from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL
 from shared.process.errors import StartupError
@@ -35,8 +35,14 @@ def test_files_of_requests(tmp_path: Path) -> None:
     assert (request.num_prompt_tokens, request.num_output_tokens) == (10, 100)
     (tmp_path / "log.jsonl").write_text('{"prompt_tokens": 5, "output_tokens": 7, "arrived_at": 2.5}\n{"prompt_tokens": 1, "output_tokens": 2}\n')
     assert [request.arrived_at for request in load_trace(str(tmp_path / "log.jsonl"), 4)] == [2.5, 0.0, 5.0, 2.5]
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    (tmp_path / "azure.csv").write_text(head + "2023-11-16 18:59:59.9799600,374,44\n2023-11-16 19:00:01.2299600,396,109\n")
+    assert load_trace(str(tmp_path / "azure.csv"), None) == [TraceRequest(374, 44, 0.0), TraceRequest(396, 109, 1.25)]
     (tmp_path / "bad.json").write_text('[{"id": 1}]')
-    for name in ("bad.json", "missing.json"):
+    (tmp_path / "bad.csv").write_text(head + "2023-11-16 18:59:59.9799600,374\n")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "unordered.csv").write_text(head + "2023-11-16 18:59:59,3,4\n2023-11-16 18:59:58,3,4\n")
+    for name in ("bad.json", "missing.json", "bad.csv", "other.csv", "unordered.csv"):
         with pytest.raises(StartupError, match="--trace"):
             load_trace(str(tmp_path / name), None)
 

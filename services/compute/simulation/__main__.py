@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   penstock simulate                                              chat-like requests, Llama 3 8B, one A100
   penstock simulate --rate 12 --target-itl-ms 40                 requests arrive one by one, prompts in smaller chunks
   penstock simulate --trace chats.json --admission reserve       the lengths of a ShareGPT file
+  penstock simulate --trace AzureLLMInferenceTrace_conv.csv      a trace of Azure's: lengths and times
   penstock simulate --model ~/models/mine --hardware mine.json   a checkpoint's shape, measured steps
 """
 
@@ -26,7 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Replay a trace of requests through the scheduler and the KV cache's accounting, with a cost model of the steps.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--trace", default="synthetic", help="synthetic, a ShareGPT .json, or a .jsonl of prompt_tokens, output_tokens, arrived_at")
+    parser.add_argument(
+        "--trace", default="synthetic", help="synthetic, a ShareGPT .json, an Azure trace's .csv, or a .jsonl of prompt_tokens, output_tokens, arrived_at"
+    )
     parser.add_argument("--model", default="llama-3-8b", help=f"a checkpoint folder, or one of {', '.join(MODELS)} (default: %(default)s)")
     help_text = "or a .json with fixed_s, per_token_s, per_context_token_s and kv_tokens"
     parser.add_argument("--hardware", default="a100-80g", help=f"one of {', '.join(HARDWARE)}, {help_text} (default: %(default)s)")

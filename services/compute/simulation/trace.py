@@ -1,9 +1,11 @@
 """Traces: lengths and arrival times of requests, from a file or made up."""
 
+import csv
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ class TraceRequest:
 
 
 def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRequest]:
-    """`synthetic`, or a file: ShareGPT's .json (texts), or .jsonl with prompt_tokens, output_tokens
-    and, if it has them, arrived_at.
+    """`synthetic`, or a file: ShareGPT's .json (texts), the .csv of Azure's traces, or .jsonl with
+    prompt_tokens, output_tokens and, if it has them, arrived_at.
 
     A file with fewer requests than `count` is gone through again. Raises StartupError for a file
     that is not like this.
@@ -38,11 +40,11 @@ def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRe
         return synthetic(count or 1000, seed)
     path = Path(source)
     try:
-        found = list(read_share_gpt(path) if path.suffix == ".json" else read_lines(path))
+        found = list(READERS.get(path.suffix, read_lines)(path))
     except OSError as error:
         raise StartupError(f"--trace {source}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise StartupError(f"--trace {source}: neither ShareGPT's JSON nor lines of prompt_tokens and output_tokens: {reason(error)}") from None
+        raise StartupError(f"--trace {source}: not ShareGPT's JSON, Azure's CSV, or lines of prompt_tokens and output_tokens: {reason(error)}") from None
     if not found:
         raise StartupError(f"--trace {source}: it holds no request")
     for request in found:
@@ -75,6 +77,20 @@ def read_lines(path: Path) -> Iterator[TraceRequest]:
         for line in lines:
             fields: dict[str, Any] = json.loads(line)
             yield TraceRequest(int(fields["prompt_tokens"]), int(fields["output_tokens"]), float(fields.get("arrived_at", 0.0)))
+
+
+def read_azure(path: Path) -> Iterator[TraceRequest]:
+    """TIMESTAMP, ContextTokens and GeneratedTokens (Azure's public LLM inference traces; Patel et al.,
+    Splitwise, 2024), in the order of their arrival."""
+    with path.open(encoding="utf-8", newline="") as lines:
+        first: datetime | None = None
+        for row in csv.DictReader(lines):
+            at = datetime.fromisoformat(row["TIMESTAMP"])
+            first = first or at
+            yield TraceRequest(int(row["ContextTokens"]), int(row["GeneratedTokens"]), (at - first).total_seconds())
+
+
+READERS: dict[str, Callable[[Path], Iterator[TraceRequest]]] = {".json": read_share_gpt, ".csv": read_azure}  # by suffix
 
 
 def with_rate(requests: list[TraceRequest], rate: float, *, seed: int = 0) -> list[TraceRequest]:
