@@ -1,9 +1,11 @@
 """Traces: lengths and arrival times of requests, from a file or made up."""
 
+import csv
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ class TraceRequest:
 
 
 def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRequest]:
-    """`synthetic`, or a file: ShareGPT's .json (texts), or .jsonl with prompt_tokens, output_tokens
-    and, if it has them, arrived_at.
+    """`synthetic`, or a file: ShareGPT's .json (texts), .jsonl with prompt_tokens, output_tokens and,
+    if it has them, arrived_at, or Azure's .csv.
 
     A file with fewer requests than `count` is gone through again. Raises StartupError for a file
     that is not like this.
@@ -37,12 +39,15 @@ def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRe
     if source == "synthetic":
         return synthetic(count or 1000, seed)
     path = Path(source)
+    read: Callable[[Path], Iterator[TraceRequest]] = {".json": read_share_gpt, ".csv": read_azure}.get(path.suffix, read_lines)
     try:
-        found = list(read_share_gpt(path) if path.suffix == ".json" else read_lines(path))
+        found = list(read(path))
     except OSError as error:
         raise StartupError(f"--trace {source}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise StartupError(f"--trace {source}: neither ShareGPT's JSON nor lines of prompt_tokens and output_tokens: {reason(error)}") from None
+        raise StartupError(
+            f"--trace {source}: neither ShareGPT's JSON, nor Azure's CSV, nor lines of prompt_tokens and output_tokens: {reason(error)}"
+        ) from None
     if not found:
         raise StartupError(f"--trace {source}: it holds no request")
     for request in found:
@@ -75,6 +80,22 @@ def read_lines(path: Path) -> Iterator[TraceRequest]:
         for line in lines:
             fields: dict[str, Any] = json.loads(line)
             yield TraceRequest(int(fields["prompt_tokens"]), int(fields["output_tokens"]), float(fields.get("arrived_at", 0.0)))
+
+
+def read_azure(path: Path) -> Iterator[TraceRequest]:
+    """The Azure LLM inference traces (github.com/Azure/AzurePublicDataset): lines of TIMESTAMP,
+    ContextTokens, GeneratedTokens, in the order of their times."""
+    with path.open(encoding="utf-8", newline="") as lines:
+        first: datetime | None = None
+        for fields in csv.DictReader(lines):
+            at = datetime.fromisoformat(fields["TIMESTAMP"])
+            first = first or at
+            yield TraceRequest(int(fields["ContextTokens"]), int(fields["GeneratedTokens"]), (at - first).total_seconds())
+
+
+def with_speed(requests: list[TraceRequest], speed: float) -> list[TraceRequest]:
+    """Requests of a trace whose times pass so many times as fast."""
+    return [replace(request, arrived_at=request.arrived_at / speed) for request in requests]
 
 
 def with_rate(requests: list[TraceRequest], rate: float, *, seed: int = 0) -> list[TraceRequest]:
