@@ -15,7 +15,7 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.simulation.fleet import Fleet, Run
 from services.compute.simulation.policy import DOWN, SYNC_S, UP, Autoscaler, Limit, Policy, Trigger, proposal, read_policy
-from services.compute.simulation.replica import Outcomes, Replica, SteadyScheduler
+from services.compute.simulation.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
 from services.compute.simulation.report import Limits, figures
 from services.compute.simulation.simulator import replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
@@ -40,7 +40,8 @@ class Size:
     admission: str = "predicted"
 
     def scheduler(self, kind: type[Scheduler]) -> Scheduler:
-        blocks = BlockManager(self.num_blocks, 16, prefix_caching=False)
+        is_plain = kind is Scheduler
+        blocks = BlockManager(self.num_blocks, 16, prefix_caching=False) if is_plain else CountedBlocks(self.num_blocks, 16)
         limits = {"max_num_seqs": self.max_num_seqs, "max_batched_tokens": self.max_batched_tokens}
         return kind(blocks, make_admission(self.admission, blocks), target_itl_s=self.target_itl_s, **limits)  # type: ignore[arg-type]
 

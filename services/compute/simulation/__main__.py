@@ -5,13 +5,12 @@ import sys
 from dataclasses import replace
 from typing import TypeVar
 
-from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.simulation.fleet import Fleet, Run
 from services.compute.simulation.hardware import HARDWARE, MODELS, Cost, find_hardware, find_model
 from services.compute.simulation.policy import Policy, read_policy
-from services.compute.simulation.replica import Outcomes, Replica, SteadyScheduler
+from services.compute.simulation.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
 from services.compute.simulation.report import Limits, plot, table
 from services.compute.simulation.simulator import PERCENTILES, Replay, check_lengths, percentiles, replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate, with_speed
@@ -98,7 +97,7 @@ def simulate(argv: list[str]) -> None:
 
 
 def make_scheduler(kind: type[AnyScheduler], args: argparse.Namespace, kv_tokens: int) -> AnyScheduler:
-    blocks = BlockManager(kv_tokens // args.block_size, args.block_size, prefix_caching=False)
+    blocks = CountedBlocks(kv_tokens // args.block_size, args.block_size)
     target_itl_s = args.target_itl_ms / 1000 if args.target_itl_ms is not None else None
     admission = make_admission(args.admission, blocks)
     return kind(blocks, admission, max_num_seqs=args.max_num_seqs, max_batched_tokens=args.max_batched_tokens, target_itl_s=target_itl_s)

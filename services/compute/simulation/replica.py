@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import cast
 
 from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import Cost
@@ -14,6 +15,33 @@ from services.compute.simulation.trace import TraceRequest
 from shared.model.sampling_params import SamplingParams
 
 ROW = BatchRow(0, (), 0, ())  # in the place of every row
+
+
+class CountedBlocks(BlockManager):
+    """A BlockManager without a prefix cache, where blocks need no names: it counts those that are
+    free. A table of blocks has its length alone."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(0, block_size, prefix_caching=False)
+        self.num_blocks = self._num_free = num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._num_free
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        if missing > self._num_free:
+            return False
+        if missing > 0:
+            sequence.block_table.extend(bytes(missing))
+            self._num_free -= missing
+        return True
+
+    def free(self, sequence: Sequence) -> None:
+        self._num_free += len(sequence.block_table)
+        sequence.block_table.clear()
+        sequence.num_computed_tokens = sequence.num_committed_blocks = 0
 
 
 class SteadyScheduler(Scheduler):
