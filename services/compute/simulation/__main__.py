@@ -2,23 +2,34 @@
 
 import argparse
 import sys
+from dataclasses import replace
+from typing import TypeVar
 
-from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.simulation.hardware import HARDWARE, MODELS, find_hardware, find_model
-from services.compute.simulation.simulator import PERCENTILES, Replay, percentiles, replay
-from services.compute.simulation.trace import load_trace, with_rate
+from services.compute.simulation.fleet import Fleet, Run
+from services.compute.simulation.hardware import HARDWARE, MODELS, Cost, find_hardware, find_model
+from services.compute.simulation.policy import Policy, read_policy
+from services.compute.simulation.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
+from services.compute.simulation.report import Limits, plot, table
+from services.compute.simulation.simulator import PERCENTILES, Replay, check_lengths, percentiles, replay
+from services.compute.simulation.trace import TraceRequest, load_trace, with_rate, with_speed
 from shared.process.arguments import Parser
 from shared.process.errors import StartupError
 
+AnyScheduler = TypeVar("AnyScheduler", bound=Scheduler)
 EXAMPLES = """examples:
   penstock simulate                                              chat-like requests, Llama 3 8B, one A100
   penstock simulate --rate 12 --target-itl-ms 40                 requests arrive one by one, prompts in smaller chunks
   penstock simulate --trace chats.json --admission reserve       the lengths of a ShareGPT file
-  penstock simulate --trace AzureLLMInferenceTrace_conv.csv      a trace of Azure's: lengths and times
   penstock simulate --model ~/models/mine --hardware mine.json   a checkpoint's shape, measured steps
+  penstock simulate --trace conv.csv --max-total-tokens 16384 --speed 8 --replicas 4 12 --autoscale deploy/kubernetes/keda/scaled.yaml --max-replicas 12
+                                                                 an Azure trace, 8 times as fast, on 4, on 12, and on 1 to 12 replicas
 """
+COUNTS = (
+    "num_requests", "rate", "speed", "max_total_tokens", "max_num_seqs", "max_batched_tokens", "target_itl_ms", "block_size", "max_replicas", "ttft_ms",
+    "tpot_ms",
+)  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hardware", default="a100-80g", help=f"one of {', '.join(HARDWARE)}, {help_text} (default: %(default)s)")
     parser.add_argument("--num-requests", type=int, help="default: all of the file, 1000 synthetic ones")
     parser.add_argument("--rate", type=float, help="requests/s, at random times; default: the trace's times, or all at once")
+    parser.add_argument("--speed", type=float, help="the trace's times pass so many times as fast")
     parser.add_argument("--max-total-tokens", type=int, default=4096, help="tokens that each request asks for, prompt and answer (default: %(default)s)")
     parser.add_argument("--admission", choices=STRATEGIES, default="predicted", help="default: %(default)s")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
@@ -42,49 +54,105 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-itl-ms", type=float, help="cut prompts into chunks so that steps take no longer than this")
     parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
+    fleet = parser.add_argument_group("several replicas at one stream", "Each number of replicas, and each choice of triggers, is a run of its own.")
+    fleet.add_argument("--replicas", type=int, nargs="+", metavar="N", default=[], help="fixed numbers of replicas")
+    fleet.add_argument("--autoscale", metavar="FILE", help="replicas by the ScaledObject for compute in this manifest, e.g. deploy/kubernetes/keda/scaled.yaml")
+    fleet.add_argument("--triggers", nargs="+", metavar="NAMES", help="of the manifest's triggers, only these: lag, pending, or lag+pending")
+    fleet.add_argument("--min-replicas", type=int, metavar="N", help="instead of the manifest's")
+    fleet.add_argument("--max-replicas", type=int, metavar="N", help="instead of the manifest's")
+    fleet.add_argument("--start-s", type=float, default=60.0, help="from a replica's start until its model is loaded (default: %(default)s)")
+    fleet.add_argument("--price", type=float, default=1.0, help="of a replica for an hour (default: %(default)s)")
+    fleet.add_argument("--ttft-ms", type=float, default=2000.0, help="goodput counts requests whose TTFT is at most this (default: %(default)s)")
+    fleet.add_argument("--tpot-ms", type=float, default=100.0, help="and whose TPOT is at most this (default: %(default)s)")
     return parser
 
 
 def simulate(argv: list[str]) -> None:
     """Replay and print. Raises StartupError for what can't be."""
     args = build_parser().parse_args(argv)
-    for name in ("num_requests", "rate", "max_total_tokens", "max_num_seqs", "max_batched_tokens", "target_itl_ms", "block_size"):
+    for name in COUNTS:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise StartupError(f"--{name.replace('_', '-')}: must be above 0, got {value}")
-    if args.seed < 0:
-        raise StartupError(f"--seed: must not be negative, got {args.seed}")
+    for name in ("seed", "min_replicas", "start_s", "price"):
+        if (value := getattr(args, name)) is not None and value < 0:
+            raise StartupError(f"--{name.replace('_', '-')}: must not be negative, got {value}")
     requests = load_trace(args.trace, args.num_requests, seed=args.seed)
+    if args.speed is not None:
+        requests = with_speed(requests, args.speed)
     if args.rate is not None:
         requests = with_rate(requests, args.rate, seed=args.seed)
     cost, kv_tokens = find_hardware(args.hardware, find_model(args.model))
-    blocks = BlockManager(kv_tokens // args.block_size, args.block_size, prefix_caching=False)
-    if args.max_total_tokens > blocks.num_blocks * args.block_size:
+    if args.max_total_tokens > kv_tokens // args.block_size * args.block_size:
         raise StartupError(f"--max-total-tokens {args.max_total_tokens}: the KV cache has room for {kv_tokens} tokens")
-    target_itl_s = args.target_itl_ms / 1000 if args.target_itl_ms is not None else None
-    scheduler = Scheduler(
-        blocks,
-        make_admission(args.admission, blocks),
-        max_num_seqs=args.max_num_seqs,
-        max_batched_tokens=args.max_batched_tokens,
-        target_itl_s=target_itl_s,
-    )
     try:
-        result = replay(
-            scheduler,
-            requests,
-            lambda batch: cost.seconds(batch.num_tokens, batch.num_context_tokens),
-            max_total_tokens=args.max_total_tokens,
-            progress=True,
-        )
+        check_lengths(requests, args.max_total_tokens)
     except ValueError as error:
         raise StartupError(f"--max-total-tokens: {error}") from None
     print(f"{args.model} on {args.hardware}: KV cache of {kv_tokens:,} tokens, admission {args.admission}")
+    if args.replicas or args.autoscale:
+        simulate_fleets(args, sorted(requests, key=lambda request: request.arrived_at), cost, kv_tokens)
+    else:
+        simulate_replica(args, requests, cost, kv_tokens)
+
+
+def make_scheduler(kind: type[AnyScheduler], args: argparse.Namespace, kv_tokens: int) -> AnyScheduler:
+    blocks = CountedBlocks(kv_tokens // args.block_size, args.block_size)
+    target_itl_s = args.target_itl_ms / 1000 if args.target_itl_ms is not None else None
+    admission = make_admission(args.admission, blocks)
+    return kind(blocks, admission, max_num_seqs=args.max_num_seqs, max_batched_tokens=args.max_batched_tokens, target_itl_s=target_itl_s)
+
+
+def simulate_replica(args: argparse.Namespace, requests: list[TraceRequest], cost: Cost, kv_tokens: int) -> None:
+    scheduler = make_scheduler(Scheduler, args, kv_tokens)
+    result = replay(
+        scheduler,
+        requests,
+        lambda batch: cost.seconds(batch.num_tokens, batch.num_context_tokens),
+        max_total_tokens=args.max_total_tokens,
+        progress=True,
+    )
     print(describe(result))
     peaks = scheduler.admission.calibration
     if peaks is not None and peaks.num_predictions:
         ratio = peaks.sum_of_ratios / peaks.num_predictions
         print(f"predicted peaks of KV memory: {peaks.num_exceeded} of {peaks.num_predictions} exceeded, real / predicted {ratio:.2f} in the mean")
+
+
+def policies(args: argparse.Namespace) -> dict[str, Policy]:
+    """The manifest's policy, with each choice of its triggers. Raises StartupError for what it has not."""
+    policy = read_policy(args.autoscale)
+    least = policy.min_replicas if args.min_replicas is None else args.min_replicas
+    most = max(least, policy.max_replicas) if args.max_replicas is None else args.max_replicas
+    if least > most:
+        raise StartupError(f"--min-replicas {least}: above --max-replicas {most}")
+    found = {}
+    for names in args.triggers or ["+".join(each.metric for each in policy.triggers)]:
+        triggers = tuple(each for each in policy.triggers if each.metric in names.split("+"))
+        if {each.metric for each in triggers} != set(names.split("+")):
+            raise StartupError(f"--triggers {names}: {args.autoscale} has {', '.join(each.metric for each in policy.triggers)}")
+        found[f"{least} to {most}, by {names}"] = replace(policy, triggers=triggers, min_replicas=least, max_replicas=most)
+    return found
+
+
+def simulate_fleets(args: argparse.Namespace, requests: list[TraceRequest], cost: Cost, kv_tokens: int) -> None:
+    """The same requests on each fleet."""
+    if min(args.replicas, default=1) < 1:
+        raise StartupError(f"--replicas: must be above 0, got {min(args.replicas)}")
+    autoscaled = policies(args) if args.autoscale else {}
+    fleets: dict[str, tuple[int, Policy | None]] = {f"{count} fixed": (count, None) for count in args.replicas}
+    fleets |= {name: (policy.min_replicas, policy) for name, policy in autoscaled.items()}
+
+    def make_replica(outcomes: Outcomes) -> Replica:
+        return Replica(make_scheduler(SteadyScheduler, args, kv_tokens), cost, outcomes, args.max_total_tokens)
+
+    runs: dict[str, Run] = {}
+    for name, (num_replicas, policy) in fleets.items():
+        runs[name] = Fleet(requests, make_replica, start_s=args.start_s, policy=policy).replay(num_replicas, progress=True)
+    print(f"{len(requests):,} requests in {requests[-1].arrived_at:,.0f} s; goodput: TTFT up to {args.ttft_ms:g} ms, TPOT up to {args.tpot_ms:g} ms")
+    print(table(runs, Limits(args.ttft_ms / 1000, args.tpot_ms / 1000), args.price))
+    for name in autoscaled:
+        print(f"\n{name}; a replica starts in {args.start_s:g} s\n{plot(runs[name])}")
 
 
 def describe(result: Replay) -> str:

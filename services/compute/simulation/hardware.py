@@ -26,6 +26,7 @@ class ModelShape:
 
     num_parameters: float
     num_layers: int
+    num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
 
@@ -37,6 +38,12 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def attention_operations(self) -> int:
+        """Operations of a token's attention to another: a multiplication and an addition for each
+        number of a query, and again for each of a value."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -46,12 +53,12 @@ class Hardware:
 
 
 MODELS = {
-    "llama-2-7b": ModelShape(6.74e9, 32, 32, 128),
-    "llama-2-13b": ModelShape(13.02e9, 40, 40, 128),
-    "llama-3-8b": ModelShape(8.03e9, 32, 8, 128),
-    "llama-3-70b": ModelShape(70.6e9, 80, 8, 128),
-    "qwen2.5-0.5b": ModelShape(0.494e9, 24, 2, 64),
-    "qwen2.5-7b": ModelShape(7.62e9, 28, 4, 128),
+    "llama-2-7b": ModelShape(6.74e9, 32, 32, 32, 128),
+    "llama-2-13b": ModelShape(13.02e9, 40, 40, 40, 128),
+    "llama-3-8b": ModelShape(8.03e9, 32, 32, 8, 128),
+    "llama-3-70b": ModelShape(70.6e9, 80, 64, 8, 128),
+    "qwen2.5-0.5b": ModelShape(0.494e9, 24, 14, 2, 64),
+    "qwen2.5-7b": ModelShape(7.62e9, 28, 28, 4, 128),
 }
 HARDWARE = {
     "a100-80g": Hardware(80e9, 2.04e12, 312e12),
@@ -96,7 +103,7 @@ def find_model(name: str) -> ModelShape:
         embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise StartupError(f"--model {name}: no checkpoint folder ({reason(error)}), and not one of {', '.join(MODELS)}") from None
-    return ModelShape(layers * layer + embeddings, layers, kv_heads, head_dim)
+    return ModelShape(layers * layer + embeddings, layers, heads, kv_heads, head_dim)
 
 
 def find_hardware(name: str, model: ModelShape) -> tuple[Cost, int]:

@@ -79,6 +79,8 @@ def replay(
     max_total_tokens: what each request asks for, prompt and answer together; None: it knows its
     answer's length and asks for no more. Raises ValueError for a request that does not fit.
     """
+    if max_total_tokens is not None:
+        check_lengths(requests, max_total_tokens)
     arrivals = sorted(requests, key=lambda request: request.arrived_at)
     result = Replay([Timeline(request) for request in arrivals])
     num_arrived = num_ended = 0
@@ -129,11 +131,16 @@ def record(result: Replay, sampled: list[Sequence], before: float, now: float) -
     result.num_sequence_steps += len(sampled)
 
 
+def check_lengths(requests: list[TraceRequest], max_total_tokens: int) -> None:
+    """Raises ValueError for a request that is longer than it may ask for."""
+    for request in requests:
+        if request.num_prompt_tokens + request.num_output_tokens > max_total_tokens:
+            raise ValueError(f"a request of {request.num_prompt_tokens} + {request.num_output_tokens} tokens is longer than {max_total_tokens}")
+
+
 def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | None) -> Sequence:
     """A sequence of the request's lengths; its tokens are made up."""
     num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
-    if max_total_tokens is not None and num_prompt + num_output > max_total_tokens:
-        raise ValueError(f"a request of {num_prompt} + {num_output} tokens is longer than {max_total_tokens}")
     shared = [at % VOCABULARY for at in range(request.num_shared_tokens)]
     tokens = [*shared, number % VOCABULARY, number // VOCABULARY % VOCABULARY, *[0] * num_prompt][:num_prompt]
     max_tokens = num_output if max_total_tokens is None else max_total_tokens - num_prompt

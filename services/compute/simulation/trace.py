@@ -93,6 +93,11 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
 READERS: dict[str, Callable[[Path], Iterator[TraceRequest]]] = {".json": read_share_gpt, ".csv": read_azure}  # by suffix
 
 
+def with_speed(requests: list[TraceRequest], speed: float) -> list[TraceRequest]:
+    """Requests of a trace whose times pass so many times as fast."""
+    return [replace(request, arrived_at=request.arrived_at / speed) for request in requests]
+
+
 def with_rate(requests: list[TraceRequest], rate: float, *, seed: int = 0) -> list[TraceRequest]:
     """Requests of a trace, arriving at random (a Poisson process) with `rate` requests/s."""
     times = np.random.default_rng(seed + 1).exponential(1.0 / rate, len(requests)).cumsum()
