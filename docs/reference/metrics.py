@@ -23,7 +23,7 @@ in Redis, not in a worker; take `max` of them."""
 
 
 def page() -> str:
-    own = Metrics([Stage("gateway", StageSettings(redis_url="unix:///nowhere"))])
+    own = Metrics({"home": Stage("gateway", StageSettings(redis_url="unix:///nowhere"))})
     counted = [row(each, family) for source in vars(own).values() for each, family in families(source)]
     told = [row(family, family) for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()]
     head = ["name", "kind", "labels", "what it is"]

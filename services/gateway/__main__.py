@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from services.gateway.app import build_app
-from services.gateway.cells import HOME, Cells, cells_of
+from services.gateway.cells import Cells
 from services.gateway.console.watch import Watch
 from services.gateway.context import Context
 from services.gateway.generation.canceller import Canceller
@@ -28,6 +29,7 @@ from services.requests.admission.known import KnownReplicas
 from services.requests.admission.redis_memory import RedisMemory
 from services.requests.batches.jobs import Jobs
 from services.requests.batches.store import BatchStore
+from services.requests.cells import HOME, cells_of
 from services.requests.client import connect
 from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
@@ -41,48 +43,46 @@ from services.requests.tenants.shared_limits import SharedLimits
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.line import Pipeline as RedisPipeline
+from shared.wire.load import Load
 from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
-    """The gateway's objects: what all cells share, and each cell's own."""
+    """The gateway's objects: what all cells share, and each cell's own. Home's Redis must be there."""
     places, cells = cells_of(settings), Cells[Context]()
     settings_of = {place.name: settings.model_copy(update={"redis_url": place.redis_url}) for place in places}
     stages = {place.name: Stage("gateway", settings_of[place.name]) for place in places}
-    for stage in stages.values():
-        stage.transport.wait_until_up(settings.redis_timeout_s)
-    metrics = Metrics(list(stages.values()))
-    home = connect(settings)
+    stages[HOME].transport.wait_until_up(settings.redis_timeout_s)
+    metrics = Metrics(stages)
+    clients = {place.name: connect(settings_of[place.name]) for place in places}
+    home = clients[HOME]
     files = FileStore(home, Storage(settings.files_url))
     shared: dict[str, Any] = {
         "bodies": BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies"), "metrics": metrics,
         "grammars": GrammarChecker(), "keys": keys, "files": files, "home": home, "batches": BatchStore(home), "jobs": Jobs(settings.redis_url),
         "images": ImageReader(files, ImageFetcher(settings.image_host), settings.max_held_size), "reading": Reading(home), "cells": cells,
     }  # fmt: skip
-    answers, limits = AnswerChecker(), SharedLimits(home) if len(places) > 1 else None
+    answers, others = AnswerChecker(), {place.mark: clients[place.name] for place in places[1:]}
+    limits = SharedLimits(home, others) if others else None
     for place in places:
-        stage, own = stages[place.name], settings_of[place.name]
-        client = home if place.name == HOME else connect(own)
+        stage, own, client, is_home = stages[place.name], settings_of[place.name], clients[place.name], place.name == HOME
         known = KnownReplicas(stage, client) if settings.wait_for_replicas_s else None
-        mark = place.mark if place.name != HOME else ""
-        admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, known, limits, mark)
-        if limits is not None and place.name != HOME:
-            limits.clients[place.mark] = client
+        admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, known, limits, "" if is_home else place.mark)
         subscriptions = Subscriptions(stage, client)
-        stage.on_heartbeat = partial(announce, stage, metrics, subscriptions, UnlikeReplicas())
+        stage.on_heartbeat = partial(announce, stage, metrics.load if is_home else Load, subscriptions, UnlikeReplicas())
         cells.by_mark[place.mark] = Context(
-            settings=own, stage=stage, client=client, admission=admission, cell=place.name, mark=place.mark if len(places) > 1 else "",
+            settings=own, stage=stage, client=client, admission=admission, cell=place.name, mark=place.mark if others else "",
             pipeline=Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client), answers),
             store=Store(client, connect(own, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, answers), **shared,
         )  # fmt: skip
     return cells
 
 
-def announce(stage: Stage, metrics: Metrics, subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:
+def announce(stage: Stage, load: Callable[[], Load], subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:
     """Put what the heartbeat says of this gateway in one cell where it finds it."""
     unlike.tell(stage.registry)
-    stage.load = replace(metrics.load(), running=subscriptions.num_sequences)
+    stage.load = replace(load(), running=subscriptions.num_sequences)
 
 
 def main() -> None:

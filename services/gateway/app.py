@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
@@ -43,12 +43,12 @@ from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
 from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, SameOrigin, Slash
 from services.gateway.http.observed import Observed
+from services.gateway.telemetry.metrics import seen_in
 from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
 from services.requests.client import persist
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
-from shared.wire.replica import Replica
 from shared.wire.streams import BATCHES_RUNNING
 
 TOLD_DEATHS = 3  # of workers of batches
@@ -64,7 +64,7 @@ async def working(cells: Cells[Context], _: FastAPI) -> AsyncIterator[None]:
     await shared.grammars.helpers.start()
     async with AsyncExitStack() as stack:
         for context in cells.contexts:
-            await stack.enter_async_context(working_in(context))
+            await stack.enter_async_context(working_in(context, is_home=context is shared))
         yield
     await shared.bodies.helpers.stop()
     await shared.grammars.helpers.stop()
@@ -73,8 +73,8 @@ async def working(cells: Cells[Context], _: FastAPI) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def working_in(context: Context) -> AsyncIterator[None]:
-    """The gateway's life in one cell."""
+async def working_in(context: Context, *, is_home: bool) -> AsyncIterator[None]:
+    """The gateway's life in one cell. It serves others while one that is not home is away."""
     pipeline = context.pipeline
     work = {
         "reader": pipeline.subscriptions.run(),
@@ -84,10 +84,11 @@ async def working_in(context: Context) -> AsyncIterator[None]:
         "append-only file": AppendOnlyFile(context.client).run(),
     }
     if (known := context.admission.known) is not None:
-        await persist(known.look)  # before the first request
+        if is_home:
+            await persist(known.look)  # before the first request
         work |= {"known replicas": known.run(), "unattended requests": Unattended(known, context.client, context.settings.wait_for_replicas_s).run()}
     tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
-    await asyncio.to_thread(context.stage.join)
+    await asyncio.to_thread(context.stage.join, is_needed=is_home)
     yield
     await asyncio.to_thread(context.stage.leave)
     for task in tasks:
@@ -158,21 +159,19 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route("/metrics", metrics)
 
 
-def own_problems(cells: Cells[Context]) -> list[str]:
-    """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which
-    writes and so notices a Redis that takes no writes."""
-    found = []
-    for context in cells.contexts:
-        told = list(context.pipeline.subscriptions.problems)
-        if context.stage.problem:
-            told.append(f"redis can't serve: {context.stage.problem}")
-        found += [in_cell(cells, context, each) for each in told]
+def own_problems(context: Context) -> list[str]:
+    """Name what keeps this gateway from serving a cell: its reader's trouble, or the heartbeat's,
+    which writes and so notices a Redis that takes no writes."""
+    found = list(context.pipeline.subscriptions.problems)
+    if context.stage.problem:
+        found.append(f"redis can't serve: {context.stage.problem}")
     return found
 
 
-def in_cell(cells: Cells[Context], context: Context, problem: str) -> str:
-    """The problem, and where there are several cells, in which it is."""
-    return problem if len(cells.contexts) == 1 else f"{context.cell}: {problem}"
+def by_cell(cells: Cells[Context], problems_of: Callable[[Context], list[str]]) -> list[str]:
+    """The problems of all cells; where there are several, each says in which it is."""
+    mark = "{cell}: {problem}" if len(cells.contexts) > 1 else "{problem}"
+    return [mark.format(cell=context.cell, problem=problem) for context in cells.contexts for problem in problems_of(context)]
 
 
 async def warnings(context: Context, num_batches: int) -> list[str]:
@@ -197,16 +196,14 @@ async def health(request: Request) -> JSONResponse:
     cells: Cells[Context] = request.app.state.cells
     context = cells.home
     subscriptions = context.pipeline.subscriptions
-    problems, num_batches = own_problems(cells), 0
+    problems, num_batches = by_cell(cells, own_problems), 0
     try:
         async with asyncio.timeout(2):
             num_batches = await context.client.scard(BATCHES_RUNNING)
     except (RedisError, OSError):
         problems.append("redis does not answer")
-    computes: list[Replica] = []
-    for each in cells.contexts:
-        problems += [in_cell(cells, each, problem) for problem in cell_problems(each)]
-        computes += each.stage.registry.of("compute")
+    problems += by_cell(cells, cell_problems)
+    computes = [each for cell in cells.contexts for each in seen_in(cell.cell, cell.stage, is_home=cell is context) if each.stage == "compute"]
     steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
     told = await warnings(context, num_batches)
@@ -225,12 +222,12 @@ def cell_problems(context: Context) -> list[str]:
 
 
 async def ready(request: Request) -> JSONResponse:
-    """200 if every stage has a live replica in some cell, or one that requests may wait for, and this
+    """200 if some cell has a live replica of every stage, or one that requests may wait for, and this
     gateway reads its events."""
     cells: Cells[Context] = request.app.state.cells
     replicas = {stage: sum(len(context.stage.registry.of(stage)) for context in cells.contexts) for stage in PIPELINE}
-    problems = own_problems(cells)
-    is_ready = all(any(context.registry.of(stage) for context in cells.contexts) for stage in PIPELINE) and not problems
+    problems = by_cell(cells, own_problems)
+    is_ready = any(not own_problems(context) and all(context.registry.of(stage) for stage in PIPELINE) for context in cells.contexts)
     headers = {} if is_ready else {"Retry-After": "2"}
     body = {"status": "ready" if is_ready else "waiting", "replicas": replicas, "problems": problems, "time": int(time.time())}
     return JSONResponse(body, 200 if is_ready else 503, headers)

@@ -12,50 +12,19 @@ arXiv 1608.01350, section 2).
 
 import hashlib
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from services.gateway.generation.generation import Pipeline
 from services.requests.admission.admission import served_names, unknown_model
+from services.requests.responses.conversation import ITEM_ID
 from services.requests.tenants.tenant import Tenant
-from shared.process.errors import StartupError
-from shared.process.settings import GatewaySettings
 from shared.process.stages import PIPELINE
 from shared.wire.registry import Registry
+from shared.wire.stage import Stage
 
-HOME = "home"
-CELL = re.compile(r"[a-z0-9-]{1,16}=[a-z+]+://\S+")
 SURPLUS = 1.25  # of a cell's share of the sequences: beyond, the next cell has them
 BEGINNING = 256  # characters of a message, or of a prompt, that say where it goes
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A pipeline's place."""
-
-    name: str
-    redis_url: str
-
-    @property
-    def mark(self) -> str:
-        """The end of the ids of its responses."""
-        return hashlib.blake2b(self.name.encode(), digest_size=2).hexdigest()
-
-
-def cells_of(settings: GatewaySettings) -> list[Cell]:
-    """The cells, home first. Raises StartupError for one that is none, and for two of one name."""
-    cells = [Cell(HOME, settings.redis_url)]
-    for named in settings.cell:
-        if CELL.fullmatch(named) is None:
-            example = "NAME=REDIS_URL is, as in b=redis://10.0.0.6:6379/0; a name has up to 16 small letters, digits and hyphens"
-            raise StartupError(f"--cell: {named!r} is no cell: {example}")
-        cell = Cell(*named.split("=", 1))
-        if any(cell.mark == other.mark for other in cells):
-            raise StartupError(f"--cell {named}: another cell has this name, or one whose responses could not be told from its own")
-        cells.append(cell)
-    return cells
 
 
 class CellContext(Protocol):
@@ -63,6 +32,8 @@ class CellContext(Protocol):
 
     @property
     def mark(self) -> str: ...
+    @property
+    def stage(self) -> Stage: ...
     @property
     def registry(self) -> Registry: ...
     @property
@@ -91,33 +62,42 @@ class Cells(Generic[C]):
         return self.by_mark.get(response_id[-4:], self.home)
 
     def choose(self, body: Any, tenant: Tenant) -> C:
-        """The cell for a request. One that goes on with a response stays in that one's. Raises
-        Invalid (404) for a model that no cell has."""
+        """The cell for a request. One that goes on with a response, or names its items, stays in that
+        one's. Raises Invalid (404) for a model that no cell has."""
         if len(self.by_mark) == 1 or not isinstance(name := getattr(body, "model", None), str):
             return self.home
-        if earlier := getattr(body, "previous_response_id", None):
+        if earlier := earlier_of(body):
             return self.of(earlier)
         models = {each.mark: served_names(each.registry, tenant) for each in self.contexts}
         knowing = [each for each in self.contexts if name in models[each.mark]]
         if not knowing and any(models.values()):
             raise unknown_model(name, {known for names in models.values() for known in names})
-        ready = [each for each in knowing if is_whole(each, models[each.mark][name].model or "")]
+        there = [(each, models[each.mark][name].model or "") for each in knowing if not each.stage.problem]
+        # those that live; then those whose replicas can be waited for
+        ready = [each for each in there if is_whole(each[0].stage.registry, each[1])] or [each for each in there if is_whole(each[0].registry, each[1])]
         return chosen(ready, beginning_of(body)) if ready else (*knowing, self.home)[0]
 
 
-def is_whole(context: CellContext, model: str) -> bool:
-    """Whether all stages of the model live there, or can be waited for."""
-    return all(context.registry.of(stage, model) for stage in PIPELINE)
+def is_whole(registry: Registry, model: str) -> bool:
+    """Whether the registry has all stages of the model."""
+    return all(registry.of(stage, model) for stage in PIPELINE)
 
 
-def chosen(contexts: Sequence[C], beginning: str) -> C:
+def chosen(places: Sequence[tuple[C, str]], beginning: str) -> C:
     """The first cell, in an order that the prompt's beginning makes, with room for one more
-    sequence of this gateway's."""
-    weights = {each.mark: len(each.registry.of("compute")) for each in contexts}
-    counts = {each.mark: each.pipeline.subscriptions.num_sequences for each in contexts}
+    sequence of this gateway's. places: cells, each with the model's own name there."""
+    weights = {each.mark: max(1, len(each.stage.registry.of("compute", model))) for each, model in places}
+    counts = {each.mark: each.pipeline.subscriptions.num_sequences for each, _ in places}
     most = SURPLUS * (sum(counts.values()) + 1) / sum(weights.values())
-    order = sorted(contexts, key=lambda each: hashlib.blake2b(f"{each.mark}{beginning}".encode(errors="replace")).digest())
+    order = sorted((each for each, _ in places), key=lambda each: hashlib.blake2b(f"{each.mark}{beginning}".encode(errors="replace")).digest())
     return next(each for each in order if counts[each.mark] < math.ceil(most * weights[each.mark]))
+
+
+def earlier_of(body: Any) -> str:
+    """The response that a request goes on with, or whose items it names; empty: none."""
+    items = getattr(body, "input", None)
+    named = [ITEM_ID.fullmatch(str(each.get("id"))) for each in items if isinstance(each, dict) and each.get("type") == "item_reference"] if items else []
+    return getattr(body, "previous_response_id", None) or next((found[1] for found in named if found is not None), "")
 
 
 def beginning_of(body: Any) -> str:
@@ -130,5 +110,7 @@ def beginning_of(body: Any) -> str:
 
 def text_of(part: Any) -> Any:
     """The text of a message or an item, of any API, or of the first part of its content."""
-    found = part.get("content", part.get("text")) if isinstance(part, dict) else getattr(part, "content", getattr(part, "text", part))
-    return text_of(found[0]) if isinstance(found, list) and found else found
+    for _ in range(2):
+        part = part.get("content", part.get("text")) if isinstance(part, dict) else getattr(part, "content", getattr(part, "text", part))
+        part = part[0] if isinstance(part, list) and part else part
+    return part

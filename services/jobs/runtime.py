@@ -17,6 +17,7 @@ from services.jobs.places import Places
 from services.requests.admission.admission import Admission
 from services.requests.admission.known import KnownReplicas
 from services.requests.batches.store import BatchStore
+from services.requests.cells import cells_of
 from services.requests.client import connect
 from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
@@ -26,6 +27,7 @@ from services.requests.images.fetch import ImageFetcher
 from services.requests.images.reader import ImageReader
 from services.requests.responses.conversation import ConversationContext
 from services.requests.responses.stored import Store
+from services.requests.tenants.shared_limits import SharedLimits
 from shared.process.settings import JobsSettings
 from shared.process.telemetry import get_logger
 from shared.wire.job_queue import make_queue, send_batch
@@ -54,7 +56,9 @@ class JobsRuntime:
         self.images = ImageReader(self.files, ImageFetcher(settings.image_host), settings.max_held_size)
         self.answers = AnswerChecker()
         self.known = KnownReplicas(stage, self.client) if settings.wait_for_replicas_s else None
-        admission = Admission(stage, self.client, settings, known=self.known)
+        others = {cell.mark: connect(settings.model_copy(update={"redis_url": cell.redis_url})) for cell in cells_of(settings)[1:]}
+        self.limits = SharedLimits(self.client, others) if others else None
+        admission = Admission(stage, self.client, settings, known=self.known, shared=self.limits)
         self.context = ConversationContext(
             settings=settings,
             stage=stage,
@@ -115,7 +119,8 @@ class JobsRuntime:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(self.client.aclose())
+        for client in (self.client, *(self.limits.clients.values() if self.limits is not None else ())):
+            self._loop.run_until_complete(client.aclose())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 

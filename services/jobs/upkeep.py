@@ -29,6 +29,7 @@ from shared.wire.streams import (
     BATCHES_RUNNING,
     JOB_QUEUE,
     LOG_TTL_S,
+    SERVED,
     batch_key,
     batch_lease_key,
     batch_queued_key,
@@ -209,7 +210,9 @@ async def remove_folders(runtime: JobsRuntime) -> int:
 
 async def remove_streams(runtime: JobsRuntime) -> int:
     """The empty streams of models of which no stage has been alive for a day."""
-    served = {replica.model for replica in look(runtime.stage.transport.client).replicas}
+    sleeping: Any = await runtime.client.smembers(SERVED)
+    served = {each.decode(errors="replace").partition(":")[2] for each in sleeping}
+    served |= {replica.model or "" for replica in look(runtime.stage.transport.client).replicas}
     num_removed = 0
     for make in (requests, prompts):
         prefix = make("").key

@@ -12,11 +12,10 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
-from redis.exceptions import MovedError
 
 from shared.process.errors import Recoverable
 from shared.process.settings import StageSettings
-from shared.wire.cells import UNREACHABLE, Nodes, in_cell
+from shared.wire.cells import MOVED, UNREACHABLE, Nodes, in_cell
 from shared.wire.line import DENIED, REPLY_TIMEOUT_S, reason_of
 from shared.wire.redis_urls import parse_named
 from shared.wire.transport import Backoff, is_temporary
@@ -57,7 +56,7 @@ class AsyncNodes(Nodes):
     async def discover_master(self, _: str) -> tuple[str, int]:  # type: ignore[override]
         for address in tuple(self.addresses):
             try:
-                async with redis.asyncio.Redis(host=address[0], port=address[1], **self.named.own_options) as node:
+                async with redis.asyncio.Redis(host=address[0], port=address[1], retry=Retry(NoBackoff(), 0), **self.named.own_options) as node:
                     slots = await node.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
             except DENIED:
                 raise
@@ -74,11 +73,18 @@ class AsyncCellConnection(SentinelManagedConnection):
     def pack_command(self, *arguments: Any) -> list[bytes]:
         return super().pack_command(*in_cell(self.connection_pool.sentinel_manager.named.prefix, arguments))
 
+    async def connect_to(self, address: tuple[str, int]) -> None:
+        try:
+            await super().connect_to(address)  # type: ignore[no-untyped-call]
+        except UNREACHABLE:
+            self.connection_pool.sentinel_manager.was_wrong()
+            raise
+
     async def read_response(self, *arguments: Any, **options: Any) -> Any:
         try:
             return await super().read_response(*arguments, **options)
-        except MovedError:
-            self.connection_pool.sentinel_manager.moved()
+        except MOVED:
+            self.connection_pool.sentinel_manager.was_wrong()
             await self.disconnect()
             raise redis.ConnectionError("the cell has moved to another server") from None
 
@@ -91,7 +97,7 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
         "socket_timeout": BLOCK_S + REPLY_TIMEOUT_S,
     }  # fmt: skip
     if (named := parse_named(settings.redis_url)) is not None:
-        asked = AsyncNodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options)  # type: ignore[no-untyped-call]
+        asked = AsyncNodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
         kinds: tuple[type, ...] = (AsyncCellConnection if named.cell else SentinelManagedConnection, *([redis.asyncio.SSLConnection] if named.has_tls else []))
         pool: BlockingConnectionPool = PrimaryPool(service_name=named.service, sentinel_manager=asked, **options | named.options)
     else:

@@ -16,7 +16,7 @@ from shared.process.errors import StartupError
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder", "harmony"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4", "harmony"]
 SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "eagle", "self", "draft")
-BETWEEN_CELLS = re.compile(r"\s+|,(?=[a-z0-9-]+=)")
+BETWEEN_CELLS = re.compile(r"\s+|,(?=[a-z0-9-]+=[a-z+]+://)")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -82,6 +82,9 @@ class RequestSettings(StageSettings):
     """Settings of gateways and batch workers, which make requests of bodies. Give all of them the
     same."""
 
+    cell: Annotated[list[str], NoDecode, BeforeValidator(split_cells)] = Field(
+        [], description="further cells as NAME=REDIS_URL, joined by spaces: pipelines in a Redis, or a slot of a cluster, of their own"
+    )
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="prompt and output tokens of those requests, estimated; beyond: 429")
     max_held_size: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bytes in Redis of one key's requests and stored responses; beyond: 429")
@@ -118,9 +121,6 @@ class GatewaySettings(RequestSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
-    cell: Annotated[list[str], NoDecode, BeforeValidator(split_cells)] = Field(
-        [], description="further cells as NAME=REDIS_URL, joined by spaces: pipelines in a Redis, or a slot of a cluster, of their own"
-    )
     tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
     tls_key: Path | None = Field(None, description="a PEM file of its private key; by default it is in the certificate's file")
     auth: bool = Field(True, description="--no-auth: everybody who reaches the gateway may use it, with a key or without")

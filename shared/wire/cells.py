@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import MovedError
+from redis.exceptions import ClusterDownError, MovedError
+from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, SentinelManagedConnection
 
 from shared.wire.line import DENIED
 from shared.wire.redis_urls import Named
 
 TAG = re.compile(rb"^\{[^}]*\}:")
+MOVED = (MovedError, ClusterDownError)  # or its server is cut off from the others
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.ResponseError, OSError)
 
 # Commands by where they have their keys.
@@ -82,13 +85,13 @@ class Nodes:
     def __init__(self, named: Named) -> None:
         self.named = named
         self.slot: int = key_slot(named.prefix.encode())
-        self.addresses = list(named.addresses)  # those that answered last come first
+        self.addresses = list(named.addresses)  # in the order in which they are asked
 
     def discover_master(self, _: str) -> tuple[str, int]:
         """The primary's address. Raises MasterNotFoundError, a ConnectionError."""
         for address in tuple(self.addresses):
             try:
-                with redis.Redis(*address, **self.named.own_options) as node:
+                with redis.Redis(*address, retry=Retry(NoBackoff(), 0), **self.named.own_options) as node:
                     slots = node.execute_command("CLUSTER SLOTS")
             except DENIED:
                 raise
@@ -105,23 +108,38 @@ class Nodes:
     def learn(self, address: tuple[str, int], slots: list[list[Any]]) -> tuple[str, int] | None:
         """The primary by the account of the node at the address: ranges of slots, each with its
         primary and then its replicas. The node, and those that it knows, are asked next time."""
-        servers = {(first, last): [(host.decode() or address[0], port) for host, port, *_ in nodes] for first, last, *nodes in slots}
-        self.addresses = list(dict.fromkeys([address, *self.addresses, *(each for found in servers.values() for each in found)]))
+        servers = {(first, last): [(host_of(node, address[0]), node[1]) for node in nodes] for first, last, *nodes in slots}
+        known = [each for found in servers.values() for each in found]
+        kept = [each for each in self.addresses if each in known or each in self.named.addresses]
+        self.addresses = list(dict.fromkeys([address, *kept, *known]))
         return next((found[0] for (first, last), found in servers.items() if first <= self.slot <= last), None)
 
-    def moved(self) -> None:
-        """The slot is not where the first node said: ask it last."""
+    def was_wrong(self) -> None:
+        """The slot is not where the node said that was asked first: ask it last."""
         self.addresses.append(self.addresses.pop(0))
+
+
+def host_of(node: list[Any], asked: str) -> str:
+    """A server's host, as CLUSTER SLOTS has it; where it has none, that of the node that was asked."""
+    host = (node[0] or b"").decode()
+    return asked if host in ("", "?") else host
 
 
 class ClusterConnection(SentinelManagedConnection):
     """A connection to the primary of a cell."""
 
+    def connect_to(self, address: tuple[str, int]) -> None:
+        try:
+            super().connect_to(address)  # type: ignore[no-untyped-call]
+        except UNREACHABLE:
+            self.connection_pool.sentinel_manager.was_wrong()
+            raise
+
     def read_response(self, *arguments: Any, **options: Any) -> Any:
         try:
             return super().read_response(*arguments, **options)
-        except MovedError:
-            self.connection_pool.sentinel_manager.moved()
+        except MOVED:
+            self.connection_pool.sentinel_manager.was_wrong()
             self.disconnect()  # type: ignore[no-untyped-call]
             raise redis.ConnectionError("the cell has moved to another server") from None
 

@@ -136,13 +136,18 @@ class Stage:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.stopping.set())
 
-    def join(self) -> None:
+    def join(self, *, is_needed: bool = True) -> None:
         """Enter the registry: from now on work may arrive. What is loaded by now stays: the garbage
-        collector need not look at it again and again."""
+        collector need not look at it again and again. is_needed: else it enters as soon as Redis is
+        there."""
         gc.freeze()
-        self.transport.wait_until_up(self.settings.redis_timeout_s)
         self.mark_alive()
-        self.transport.persist(self._heartbeat.beat)
+        if is_needed:
+            self.transport.wait_until_up(self.settings.redis_timeout_s)
+            self.mark_alive()
+            self.transport.persist(self._heartbeat.beat)
+        else:
+            self._heartbeat.refresh()
         self._heartbeat.start()
         log.info("ready", stage=self.name, replica_id=self.replica_id, model=self.model or "-")
 

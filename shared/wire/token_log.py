@@ -178,7 +178,8 @@ local function undelivered(stream, group, count)
     for i = 1, #fields, 2 do named[fields[i]] = fields[i + 1] end
     if named.name == group then return redis.call('XRANGE', stream, '(' .. named['last-delivered-id'], '+', 'COUNT', count) end
   end
-  return {}
+  redis.call('XGROUP', 'CREATE', stream, group, '0')  -- no replica has been there since the stream began
+  return redis.call('XRANGE', stream, '-', '+', 'COUNT', count)
 end
 """
 

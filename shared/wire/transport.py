@@ -69,7 +69,7 @@ def pool_of(url: str, timeout_s: float, in_cluster: type[SentinelManagedConnecti
             return redis.ConnectionPool.from_url(url, **options)
     except ValueError as error:
         raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {error}") from None
-    asked = Nodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options)  # type: ignore[no-untyped-call]
+    asked = Nodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
     kind = in_cluster if named.cell else SentinelManagedConnection
     if named.has_tls:
         kind = type(kind.__name__, (kind, redis.SSLConnection), {})

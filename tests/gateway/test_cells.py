@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.cells import SURPLUS, Cell, beginning_of, cells_of, chosen
+from services.gateway.cells import SURPLUS, beginning_of, chosen, earlier_of
+from services.requests.cells import Cell, cells_of
 from services.requests.tenants.api_keys import add_key, read_keys
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings
@@ -29,12 +30,16 @@ MOST = 4  # requests in the pipeline of a model
 
 
 class Site:
-    def __init__(self, folder: Path, url: str) -> None:
+    """Two gateways of two cells, and pipelines that the test plays. The other cell also has a model of its own."""
+
+    def __init__(self, folder: Path, url: str, other_url: str) -> None:
+        self.other_url = other_url
         self.path = folder / "keys.json"
-        self.home, self.other, self.alone = Backstage(url), Backstage(url + "?db=1"), Backstage(url + "?db=1", ONLY_THERE, ())
-        self.deployment = Deployment(url, folder, {"PENSTOCK_CELL": f"b={url}?db=1"})
-        add_key(self.path, "somebody")
-        start_gateways(self.deployment, 2, keys_file=self.path, max_requests=MOST)
+        self.home, self.other, self.alone = Backstage(url), Backstage(other_url), Backstage(other_url, ONLY_THERE, ())
+        self.deployment = Deployment(url, folder, {"PENSTOCK_CELL": f"b={other_url}"})
+        self.root = add_key(self.path, "root", is_admin=True)
+        self.settings: dict[str, Any] = {"keys_file": self.path, "max_requests": MOST}
+        start_gateways(self.deployment, 2, **self.settings)
         self.http = httpx.Client(timeout=60, trust_env=False)
 
     def key(self, name: str, **limits: Any) -> tuple[str, str]:
@@ -69,8 +74,8 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("two-cells")
-    with running_redis(folder / "redis", redis_binary) as url:
-        site = Site(folder, url)
+    with running_redis(folder / "redis", redis_binary) as url, running_redis(folder / "other-redis", redis_binary) as other_url:
+        site = Site(folder, url, other_url)
         try:
             yield site
         finally:
@@ -85,8 +90,11 @@ def marks_of(replies: list[httpx.Response]) -> set[str]:
 def test_models_of_all_cells_are_served_each_where_it_is(site: Site) -> None:
     key, _ = site.key("reader")
     headers = {"Authorization": f"Bearer {key}"}
-    models = site.http.get(site.deployment.url() + "/v1/models", headers=headers).json()["data"]
-    assert {each["id"] for each in models} >= {NAME, ONLY_THERE}
+
+    def models() -> set[str]:
+        return {each["id"] for each in site.http.get(site.deployment.url() + "/v1/models", headers=headers).json()["data"]}
+
+    wait_until(lambda: models() >= {NAME, ONLY_THERE}, description="models of both cells are listed")
     assert site.http.get(f"{site.deployment.url()}/v1/models/{ONLY_THERE}", headers=headers).status_code == 200
     assert marks_of([site.ask(key, "x", ONLY_THERE)]) == {OTHER}
     assert marks_of([site.ask(key, f"{number} beginnings", number=number) for number in range(MOST)]) == {HOME, OTHER}
@@ -104,12 +112,19 @@ def test_requests_a_minute_and_at_once_are_bounded_over_cells(site: Site) -> Non
         refused = site.ask(key, f"{number} more", number=number)
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
     site.end_all()
-    # those of the other cell hold their places for a while, unless they were charged long ago
+    again = [site.ask(key, f"{number} of mine", number=number) for number in range(3)]
+    assert len(marks_of(again)) == 2, "places come back with their requests' ends"
     places: Any = site.home.client.hgetall(running_key(tenant_id))
-    for request_id, place in places.items():
-        if place.startswith(b"@"):
-            mark, _, model = place.split(b" ")
-            site.home.client.hset(running_key(tenant_id), request_id, b" ".join([mark, str(int(time.time()) - 60).encode(), model]))
+    assert Counter(place.startswith(f"@{OTHER} 0 ".encode()) for place in places.values()) == Counter(reply.json()["id"][-4:] == OTHER for reply in again)
+    site.end_all()
+
+
+def test_places_in_a_cell_that_is_no_more_and_those_that_never_came_to_theirs_come_back(site: Site) -> None:
+    key, tenant_id = site.key("left", max_concurrency=3)
+    long_ago = int(time.time()) - 60
+    site.home.client.hset(
+        running_key(tenant_id), mapping={"x.0": f"@dead {long_ago} {NAME}", "y.0": f"@{OTHER} {long_ago} {NAME}", "z.0": f"@{OTHER} 0 {NAME}"}
+    )
     assert len(marks_of([site.ask(key, f"{number} of mine", number=number) for number in range(3)])) == 2
     site.end_all()
 
@@ -125,27 +140,56 @@ def test_a_refused_request_is_not_charged(site: Site) -> None:
     site.end_all()
 
 
-def test_health_says_in_which_cell_something_is_missing(site: Site) -> None:
-    found = site.http.get(site.deployment.url() + "/health").json()
-    assert found["status"] == "ok", found
-    assert len(found["compute"]) == 2, "of each model: the cells' replicas have the same names"
+def test_an_item_that_is_named_is_looked_for_in_its_own_cell(site: Site) -> None:
+    found = {mark: earlier_of(SimpleNamespace(input=[{"type": "item_reference", "id": f"msg_{'0' * 28}{mark}_0"}]))[-4:] for mark in (HOME, OTHER)}
+    assert found == {HOME: HOME, OTHER: OTHER}
+    assert earlier_of(SimpleNamespace(input="text")) == "" == earlier_of(SimpleNamespace(input=[{"type": "message"}]))
+    assert earlier_of(SimpleNamespace(previous_response_id="resp_1", input=[])) == "resp_1"
+
+
+def test_one_cell_away_is_that_cells_trouble_alone(site: Site) -> None:
+    """The last test of the site: the other cell's Redis does not come back."""
+    key, tenant_id = site.key("calm", requests_per_minute=1000)
+
+    def health() -> Any:
+        return site.http.get(site.deployment.url() + "/health").json()
+
+    assert health()["status"] == "ok" and len(health()["compute"]) == 3, health()
     site.other.close()
     site.alone.close()
-    wait_until(lambda: "b: no compute replica is alive" in site.http.get(site.deployment.url() + "/health").json()["problems"], description="it is told")
-    assert site.http.get(site.deployment.url() + "/ready").status_code == 200, "home serves"
+    wait_until(lambda: "b: no compute replica is alive" in health()["problems"], description="it is told")
+    site.other = Backstage(site.other_url)
+    wait_until(lambda: health()["status"] == "ok", description="the other cell is back")
+    site.other.client.shutdown(nosave=True)
+    wait_until(lambda: any(each.startswith("b: redis can't serve") for each in health()["problems"]), description="it is told")
+    assert site.http.get(site.deployment.url() + "/ready").status_code == 200
+    assert marks_of([site.ask(key, f"{number} beginnings", number=number) for number in range(MOST)]) == {HOME}
+    left: Any = site.home.client.hget(quota_key(tenant_id), "requests")
+    assert float(left) >= 1000 - MOST
+    late = site.deployment.start("gateway", "gateway-3", **site.settings)
+    wait_until(lambda: site.deployment.get("/ready", late).status_code == 200, description="a gateway starts without the other cell")
+    told = site.http.get(site.deployment.url(late) + "/metrics", headers={"Authorization": f"Bearer {site.root}"}).text
+    assert f'penstock_requests_in_flight{{model_name="{NAME}"}} {MOST}.0' in told and "penstock_redis_up 0.0" in told
 
 
 def test_cells_have_names_of_their_own() -> None:
-    with pytest.raises(StartupError, match="another cell has this name"):
-        cells_of(GatewaySettings(cell=["a=redis://one/0", "a=redis://two/0"]))
+    for said, reason in {
+        "a=redis://:secret@one/0 a=redis://two/0": "--cell a: another cell has this name",
+        "B=redis://:secret@one/0": "--cell: number 1 is no cell",
+        "a=redis+cluster://:secret@one/B": "--cell a: not a Redis URL",
+        "a=redis://:secret@one/0 b=redis://:secret@one/0": "--cell b: it has the Redis of the cell a",
+    }.items():
+        with pytest.raises(StartupError, match=reason) as found:
+            cells_of(GatewaySettings(cell=said.split()))
+        assert "secret" not in str(found.value)
     names = [each.name for each in cells_of(GatewaySettings(cell=["a=redis://one/0", "b=redis+cluster://one,two/b"]))]
     assert names == ["home", "a", "b"]
 
 
-def context(mark: str, num_computes: int, num_sequences: int) -> Any:
-    """As much of a context as choosing looks at."""
-    registry = SimpleNamespace(of=lambda _: [None] * num_computes)
-    return SimpleNamespace(mark=mark, registry=registry, pipeline=SimpleNamespace(subscriptions=SimpleNamespace(num_sequences=num_sequences)))
+def context(mark: str, num_computes: int, num_sequences: int) -> tuple[Any, str]:
+    """As much of a context as choosing looks at, and a model."""
+    stage = SimpleNamespace(registry=SimpleNamespace(of=lambda *_: [None] * num_computes))
+    return SimpleNamespace(mark=mark, stage=stage, pipeline=SimpleNamespace(subscriptions=SimpleNamespace(num_sequences=num_sequences))), "m"
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 200)), min_size=1, max_size=6), st.text(max_size=8))
@@ -163,7 +207,7 @@ def test_one_cell_more_moves_no_beginning_between_the_others(beginnings: list[st
     contexts = [context(f"{number:04x}", 1, 0) for number in range(num_cells + 1)]
     for beginning in beginnings:
         before, after = chosen(contexts[:-1], beginning).mark, chosen(contexts, beginning).mark
-        assert after in (before, contexts[-1].mark)
+        assert after in (before, contexts[-1][0].mark)
 
 
 def test_prompts_that_begin_alike_have_one_beginning() -> None:

@@ -26,7 +26,7 @@ def problems() -> list[Problem]:
 
 def series() -> set[str]:
     """The names of all series of /metrics, with their suffixes."""
-    counted = Metrics([Stage("gateway", StageSettings(redis_url="unix:///nowhere"))]).registry.collect()
+    counted = Metrics({"home": Stage("gateway", StageSettings(redis_url="unix:///nowhere"))}).registry.collect()
     states = PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()
     suffixes = {"counter": ("_total",), "histogram": OF_HISTOGRAM, "gauge": ("",)}
     return {family.name + suffix for family in (*counted, *states) for suffix in suffixes[family.type]}

@@ -72,7 +72,8 @@ class LocalStage(Stage):
     def catch_signals(self) -> None:
         pass
 
-    def join(self) -> None:
+    def join(self, *, is_needed: bool = True) -> None:
+        assert is_needed
         self.transport.wait_until_up(self.settings.redis_timeout_s)
 
     def leave(self) -> None:

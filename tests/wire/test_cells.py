@@ -1,6 +1,7 @@
 """The tag of a cell: before every key of every command, and before nothing else."""
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.wire import cells, streams
-from shared.wire.cells import in_cell, keys_of, without_cell
+from shared.wire.cells import Nodes, in_cell, keys_of, without_cell
+from shared.wire.redis_urls import parse_named
 from shared.wire.transport import connect
 
 SAMPLES: list[tuple[Any, ...]] = [
@@ -71,6 +73,21 @@ def test_no_key_of_ours_begins_with_a_tag() -> None:
     assert [without_cell(each.encode()) for each in keys] == [each.encode() for each in keys]
 
 
+def test_a_node_that_was_wrong_is_asked_last_and_one_that_has_gone_is_forgotten() -> None:
+    named = parse_named("redis+cluster://one:1,two:2/a")
+    assert named is not None
+    nodes = Nodes(named)
+    all_slots = [0, 16383]
+    assert nodes.learn(("one", 1), [[*all_slots, [b"ten", 10, b"id"], [None, 11, b"id"]]]) == ("ten", 10)
+    assert nodes.addresses == [("one", 1), ("two", 2), ("ten", 10), ("one", 11)], "a server without a name is where the node is"
+    nodes.was_wrong()
+    assert nodes.learn(("two", 2), [[*all_slots, [b"?", 12, b"id"]]]) == ("two", 12)
+    assert nodes.addresses == [("two", 2), ("one", 1), ("two", 12)]
+    assert nodes.learn(("two", 2), [[1, 2, [b"ten", 10, b"id"]]]) is None, "nobody has the slot"
+
+
 def test_nobody_who_is_asked_is_there() -> None:
+    began = time.monotonic()
     with pytest.raises(redis.ConnectionError, match="no node of the Redis Cluster names a primary for the cell 'a'"):
         connect("redis+cluster://127.0.0.1:1,127.0.0.1:2/a").ping()
+    assert time.monotonic() - began < 1, "each is asked once"

@@ -9,12 +9,13 @@ itself adds up over gateways; what it tells of other replicas, every gateway tel
 import asyncio
 import statistics
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import Counter as CounterMetric
 from redis.exceptions import RedisError
 
 from services.gateway.telemetry.pipeline_state import PipelineState
@@ -23,6 +24,7 @@ from services.requests.batches.figures import BatchFigures
 from shared.process.telemetry import get_logger
 from shared.wire.load import Load
 from shared.wire.messages import RequestError
+from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
 
@@ -42,9 +44,9 @@ REDIS_PATIENCE_S = 2.0  # of a scrape: Prometheus waits for 10 s by default
 class ModelMetrics:
     """A model's own: looked up once, used for every token."""
 
-    success: dict[str, Counter]  # by finish reason
-    prompt_tokens: Counter
-    prompt_tokens_cached: Counter
+    success: dict[str, CounterMetric]  # by finish reason
+    prompt_tokens: CounterMetric
+    prompt_tokens_cached: CounterMetric
     tokens: TokenCounts
     ttft: Histogram
     tpot: Histogram
@@ -62,8 +64,8 @@ class ModelMetrics:
 
 
 class Metrics:
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        """stages: this gateway's, in each cell."""
+    def __init__(self, stages: Mapping[str, Stage]) -> None:
+        """stages: this gateway's, by cell, home first."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.stages = stages
         self.registry = CollectorRegistry()
@@ -96,7 +98,7 @@ class Metrics:
         self.num_prefill_tokens = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens of a sequence that were not cached", TOKENS)
         self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a sequence, where the client set it", TOKENS)
         self.n = self._histogram("request_params_n", "Sequences of a response for each of its prompts", CHOICES)
-        self.http_requests = Counter(
+        self.http_requests = CounterMetric(
             "penstock_http_requests", "HTTP requests, by route and status; 499: the client disconnected before the answer began", ["method", "path", "status"],
             registry=self.registry,
         )  # fmt: skip
@@ -104,8 +106,8 @@ class Metrics:
         self.num_output_tokens = 0  # of all models, as the registry has them
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=RECENT_TTFTS)  # when, and s
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"penstock_{name}", text, ["model_name", *labels], registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetric:
+        return CounterMetric(f"penstock_{name}", text, ["model_name", *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"penstock_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
@@ -146,25 +148,30 @@ class Metrics:
 
     async def render(self, clients: Sequence[Any]) -> bytes:
         """The Prometheus text format, over all cells. clients: of each one's Redis, home first. What
-        Redis would have to say is missing while it is away; the rest is there."""
-        models = sorted({replica.model for stage in self.stages for replica in stage.registry.of("compute") if replica.model})
+        a Redis would have to say is missing while it is away; the rest is there."""
+        replicas = [each for number, (cell, stage) in enumerate(self.stages.items()) for each in seen_in(cell, stage, is_home=number == 0)]
+        models = sorted({replica.model for replica in replicas if replica.stage == "compute" and replica.model})
         for model in models:
             self.of(model)  # so that its series begin with 0
-        lengths: dict[str, int] | None = None
-        in_flight: dict[str, tuple[int, int]] = {}
-        batches: BatchFigures | None = None
+        answers = await asyncio.gather(*(self._ask(client, models) for client in clients))
+        found = [each for each in answers if each is not None]
+        lengths, in_flight = Counter[str](), {model: (0, 0) for model in models if found}
+        for own_lengths, own, _ in found:
+            lengths.update(own_lengths)
+            in_flight = {model: (count + own[model][0], tokens + own[model][1]) for model, (count, tokens) in in_flight.items()}
+        batches = answers[0][2] if answers[0] is not None else None
+        snapshot = CollectorRegistry()
+        snapshot.register(PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(found) == len(clients)))
+        return generate_latest(self.registry) + generate_latest(snapshot)
+
+    async def _ask(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures] | None:
+        """The figures of a cell; None while its Redis is away."""
         try:
             async with asyncio.timeout(REDIS_PATIENCE_S):
-                found = [await self._read_figures(client, models) for client in clients]
-            lengths = {key: sum(each[0][key] for each in found) for key in found[0][0]}
-            in_flight = {model: (sum(each[1][model][0] for each in found), sum(each[1][model][1] for each in found)) for model in models}
-            batches = found[0][2]
+                return await self._read_figures(client, models)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("redis does not say how long the queues are", error=error)
-        snapshot = CollectorRegistry()
-        replicas = tuple(replica for stage in self.stages for replica in stage.registry.replicas)
-        snapshot.register(PipelineState(replicas, lengths, in_flight, batches))
-        return generate_latest(self.registry) + generate_latest(snapshot)
+            return None
 
     async def _read_figures(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
         keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
@@ -180,3 +187,10 @@ class Metrics:
         held = iter(replies[len(keys) :])
         in_flight = {model: (max(num - 1, 0), int(tokens or 0)) for model, num, tokens in zip(models, held, held, strict=True)}
         return dict(zip(keys, replies, strict=False)), in_flight, BatchFigures.read(num_batches, figures)
+
+
+def seen_in(cell: str, stage: Stage, *, is_home: bool) -> list[Replica]:
+    """The replicas of a cell, as /metrics tells them apart. Gateways are in every cell, and count once."""
+    if is_home:
+        return list(stage.registry.replicas)
+    return [replace(each, replica_id=f"{cell}/{each.replica_id}") for each in stage.registry.replicas if each.stage != "gateway"]

@@ -62,19 +62,21 @@ class PipelineState(Collector):
     that were alive last."""
 
     def __init__(
-        self, replicas: tuple[Replica, ...], lengths: dict[str, int] | None, in_flight: dict[str, tuple[int, int]], batches: BatchFigures | None
-    ) -> None:
-        """lengths: of streams, by key; None, as for batches: Redis did not say. in_flight: requests
-        and estimated tokens, by model."""
+        self, replicas: tuple[Replica, ...], lengths: dict[str, int], in_flight: dict[str, tuple[int, int]], batches: BatchFigures | None, *,
+        is_redis_up: bool = True,
+    ) -> None:  # fmt: skip
+        """lengths: of streams, by key. in_flight: requests and estimated tokens, by model. batches:
+        None, if Redis did not say. is_redis_up: whether it answered, in every cell."""
         self.replicas = replicas
         self.lengths = lengths
         self.in_flight = in_flight
         self.batches = batches
+        self.is_redis_up = is_redis_up
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("penstock_redis_up", "1: Redis answered this gateway just now", value=self.lengths is not None)
+        yield GaugeMetricFamily("penstock_redis_up", "1: Redis answered this gateway just now, in every cell", value=self.is_redis_up)
         queue = GaugeMetricFamily("penstock_stage_queue_depth", "Entries of a stream, waiting or being worked on", labels=["stream"])
-        for key, length in (self.lengths or {}).items():
+        for key, length in self.lengths.items():
             queue.add_metric([key], length)
         yield queue
         num_requests = GaugeMetricFamily(

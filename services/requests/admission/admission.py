@@ -218,14 +218,11 @@ class Admission:
             arguments += [request.request_id, count, message]
         if images:
             await self._keep(images_key(response_id), images)
-        ahead = await self._charge_ahead(caller, model, charged, request_ids)
-        left, *exceeded = await self._hand_over(caller, keys, arguments)
+        left, *exceeded = await self._hand_over(caller, model, charged, request_ids, (keys, arguments))
         if not exceeded:
-            return caller.admitted(ahead or left)
+            return caller.admitted(left)
         if images:
             await self.client.unlink(images_key(response_id))
-        if ahead is not None and self.shared is not None:
-            await self.shared.give_back(caller, charged, request_ids)
         kind, *rest = exceeded[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
@@ -233,28 +230,37 @@ class Admission:
         self._count_refused(model, refusal.code)
         raise refusal
 
-    async def _hand_over(self, caller: Caller, keys: list[str], arguments: list[str | bytes | int]) -> Any:
-        """Return what SUBMIT does: a second time, if the caller's places were taken by what has ended in
-        other cells."""
-        found: Any = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-        is_crowded = len(found) > 1 and found[1][0] == b"concurrency"
-        if is_crowded and self.shared is not None and await self.shared.drop_ended(caller):
-            found = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-        return found
+    async def _hand_over(
+        self, caller: Caller, model: str, charged: list[str | int], request_ids: list[str], script: tuple[list[str], list[str | bytes | int]]
+    ) -> Any:
+        """Return what SUBMIT does with these keys and arguments. Limits that are kept in another cell
+        are charged before. Raises Rejected (429) for these."""
+        keys, arguments = script
+        if self.shared is None or not self._is_charged_ahead(caller):
+            found: Any = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
+            is_crowded = len(found) > 1 and found[1][0] == b"concurrency"
+            if is_crowded and self.shared is not None and await self.shared.drop_ended(caller):
+                found = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
+            return found
+        try:
+            left = await self.shared.charge(caller, self.mark, model, charged, request_ids)
+        except Rejected as error:
+            self._count_refused(model, error.code)
+            raise
+        try:
+            _, *exceeded = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
+        except BaseException:  # whoever submits it has it cancelled then
+            await self.shared.give_back(caller, charged, request_ids)
+            raise
+        if exceeded:
+            await self.shared.give_back(caller, charged, request_ids)
+        else:
+            await self.shared.confirm(caller, self.mark, model, request_ids)
+        return [left, *exceeded]
 
     def _is_charged_ahead(self, caller: Caller) -> bool:
         """Whether the caller's limits are in another cell's Redis."""
         return bool(self.mark) and caller.tenant.has_limits
-
-    async def _charge_ahead(self, caller: Caller, model: str, limits: list[str | int], request_ids: list[str]) -> list[int] | None:
-        """Return what is left to the caller; None: it is charged as it is submitted. Raises Rejected (429)."""
-        if self.shared is None or not self._is_charged_ahead(caller):
-            return None
-        try:
-            return await self.shared.charge(caller, self.mark, model, limits, request_ids)
-        except Rejected as error:
-            self._count_refused(model, error.code)
-            raise
 
     async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
         """Put the files where compute finds them. If nothing is submitted then, they expire."""

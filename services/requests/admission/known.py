@@ -7,6 +7,7 @@ the replicas.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,7 +37,7 @@ class KnownReplicas:
         self.client = client
         self.backoff = Backoff()
         self._last: dict[tuple[str, str], Replica] = {}  # by stage and model
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
         self._joined = (Registry(), Registry())
 
     @property
@@ -72,7 +73,7 @@ class KnownReplicas:
                 pipe.expire(SERVED, SERVED_TTL_S)
             pipe.smembers(SERVED)
             *_, members = await pipe.execute()
-        names = sorted(each.decode(errors="replace") for each in members)
+        names = sorted(name for name in (each.decode(errors="replace") for each in members) if ":" in name)
         values: list[Any] = await self.client.mget([served_key(*name.split(":", 1)) for name in names]) if names else []
         if forgotten := [name for name, value in zip(names, values, strict=True) if value is None]:
             await self.client.srem(SERVED, *forgotten)

@@ -1,20 +1,25 @@
 """A tenant's limits over several cells. They are kept in the home cell's Redis, and no script there
 can hand a request to another cell: it is charged first, then submitted, and what it was charged is
-given back if its cell refuses it.
+given back if its cell does not take it.
 
-A gateway that dies in between has charged what never ran: the buckets are full again a minute
-later, and places are given back as soon as a limit seems to be reached.
+The places of what has ended are given back as soon as a limit seems to be reached. A gateway that
+dies in between has charged what never ran: the buckets are full again a minute later.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import redis
 import redis.asyncio
 
 from services.requests.tenants.limits import BUCKET_TTL_S, SCRIPT, Caller
 from shared.wire.streams import RUNNING_LOG_TTL_S, inflight_key
 
+CELL_TIMEOUT_S = 2.0  # for a cell to say what runs there
 SUBMITTING_S = 10.0  # a request that was charged so long ago is in its cell by now, or never will be
 
 # KEYS: quota key, running key. ARGV: what limits.py says of the tenant, what stands for a request
@@ -46,10 +51,10 @@ if held[1] or held[2] then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
 
 
 class SharedLimits:
-    def __init__(self, home: "redis.asyncio.Redis") -> None:
-        """home: of the home cell's Redis."""
+    def __init__(self, home: "redis.asyncio.Redis", clients: "Mapping[str, redis.asyncio.Redis]") -> None:
+        """home: of the home cell's Redis; clients: of the other cells', by mark."""
         self.home = home
-        self.clients: dict[str, redis.asyncio.Redis] = {}  # of the other cells', by mark
+        self.clients = clients
 
     async def charge(self, caller: Caller, mark: str, model: str, limits: Sequence[str | int], request_ids: Sequence[str]) -> list[int]:
         """Charge what is about to be submitted to another cell. limits: Caller.arguments. Returns
@@ -65,20 +70,38 @@ class SharedLimits:
                 break
         raise caller.refused(kind.decode(), wait_ms, left)
 
+    async def confirm(self, caller: Caller, mark: str, model: str, request_ids: Sequence[str]) -> None:
+        """The requests are in their cell: their places end with them. While home is away, they end SUBMITTING_S later."""
+        if caller.tenant.max_concurrency is not None:
+            with suppress(redis.RedisError, OSError):
+                await self.home.hset(caller.keys[1], mapping=dict.fromkeys(request_ids, f"@{mark} 0 {model}"))
+
     async def give_back(self, caller: Caller, limits: Sequence[str | int], request_ids: Sequence[str]) -> None:
-        """Give back what was charged for a request that its cell refused."""
-        await self.home.eval(GIVE_BACK, 2, *caller.keys, *limits[-2:], BUCKET_TTL_S, *request_ids)
+        """Give back what was charged for a request that its cell refused, or could not take; as far as home is there."""
+        with suppress(redis.RedisError, OSError):
+            await self.home.eval(GIVE_BACK, 2, *caller.keys, *limits[-2:], BUCKET_TTL_S, *request_ids)
 
     async def drop_ended(self, caller: Caller) -> bool:
         """Give the places back of what has ended in other cells, or never came there. Returns
-        whether there was any."""
+        whether there was any. A cell that is away keeps its own; one that is no more has none."""
         running: Any = await self.home.hgetall(caller.keys[1])
-        places = [(request_id, *value[1:].split(b" ", 2)) for request_id, value in running.items() if value.startswith(b"@")]
-        ended: list[bytes] = []
-        for mark, client in self.clients.items():
-            old = [(request_id, model) for request_id, cell, at, model in places if cell == mark.encode() and time.time() - float(at) > SUBMITTING_S]
-            async with client.pipeline(transaction=False) as pipe:
-                for request_id, model in old:
-                    pipe.hexists(inflight_key(model.decode()), request_id)
-                ended += [request_id for (request_id, _), is_there in zip(old, await pipe.execute(), strict=True) if not is_there]
+        by_cell: dict[bytes, list[tuple[bytes, str]]] = defaultdict(list)
+        for request_id, value in running.items():
+            if value.startswith(b"@"):
+                mark, at, model = value[1:].split(b" ", 2)
+                if time.time() - float(at) > SUBMITTING_S:
+                    by_cell[mark].append((request_id, model.decode()))
+        ended = [request_id for mark, places in by_cell.items() for request_id in await self._ended(mark.decode(), places)]
         return bool(ended) and bool(await self.home.hdel(caller.keys[1], *ended))
+
+    async def _ended(self, mark: str, places: list[tuple[bytes, str]]) -> list[bytes]:
+        """The requests among these that are not in flight in the cell of that mark."""
+        if mark not in self.clients:
+            return [request_id for request_id, _ in places]
+        try:
+            async with asyncio.timeout(CELL_TIMEOUT_S), self.clients[mark].pipeline(transaction=False) as pipe:
+                for request_id, model in places:
+                    pipe.hexists(inflight_key(model), request_id)
+                return [request_id for (request_id, _), is_there in zip(places, await pipe.execute(), strict=True) if not is_there]
+        except (redis.RedisError, OSError, TimeoutError):
+            return []
