@@ -1,7 +1,6 @@
 """The prefix cache's second tier: a file of blocks, whoever writes to it, and whatever becomes of it."""
 
 import os
-import random
 import subprocess
 import sys
 import time
@@ -25,28 +24,9 @@ from shared.process.settings import ComputeSettings
 from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS
+from tests.kernels.store_blocks import BLOCK, SIZE, block_of, name_of, read, write
 from tests.unit.sequences import make_sequence
 from tests.waiting import wait_until
-
-BLOCK = 96  # bytes
-SIZE = PAGE + 4 * WAYS * (BLOCK + ENTRY.size)  # four sets
-
-
-def name_of(number: int) -> bytes:
-    return random.Random(number).randbytes(16)
-
-
-def block_of(number: int) -> bytes:
-    return random.Random(-number - 1).randbytes(BLOCK)
-
-
-def read(store: KVStore, number: int) -> bytes | None:
-    into = bytearray(BLOCK)
-    return bytes(into) if store.read(name_of(number), memoryview(into)) else None
-
-
-def write(store: KVStore, number: int) -> bool:
-    return store.write(name_of(number), memoryview(block_of(number)))
 
 
 def test_blocks_are_there_again_in_another_process_and_after_a_restart(tmp_path: Path) -> None:
@@ -122,7 +102,7 @@ def test_a_place_that_can_t_be_used_is_one_clear_error(tmp_path: Path) -> None:
 WRITER = """
 import sys, random
 from pathlib import Path
-from tests.kernels.test_kv_store import BLOCK, SIZE, KVStore, block_of, read, write
+from tests.kernels.store_blocks import BLOCK, SIZE, KVStore, block_of, read, write
 store, rng = KVStore(Path(sys.argv[1]), SIZE, BLOCK), random.Random(int(sys.argv[2]))
 found = 0
 for _ in range(1200):

@@ -72,6 +72,7 @@ def reference_perplexity(files: ModelFiles) -> float:
     return float(torch.stack(losses).mean().exp())
 
 
+@pytest.mark.more
 def test_serving_costs_less_than_a_hundredth_of_its_perplexity(files: ModelFiles) -> None:
     expected = reference_perplexity(files)
     exact, served = served_perplexity(files, torch.float32), served_perplexity(files, torch.bfloat16)

@@ -105,6 +105,7 @@ def test_batches_run_in_the_home_cell(site: Site) -> None:
     assert answers[3] == site.post(COMPLETIONS, bodies[3]).json()["choices"][0]["text"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["fail over", "move by key"])
 def test_streams_go_on_with_the_same_bytes(site: Site, how: str) -> None:
     disturb: dict[str, Callable[[], Awaitable[None]]] = {
