@@ -18,6 +18,7 @@ from tests.pipeline.streams import stream_all
 from tests.pipeline.test_batches import COMPLETIONS, ended, lines_of, start
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.more  # wire/test_cluster.py and gateway/test_cells.py are not
 LAG_S = 0.7  # of the replica that takes over
 HOME, OTHER = "home", "b"
 PROMPTS = [f"Number {number}: the" for number in range(16)]
@@ -105,7 +106,6 @@ def test_batches_run_in_the_home_cell(site: Site) -> None:
     assert answers[3] == site.post(COMPLETIONS, bodies[3]).json()["choices"][0]["text"]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["fail over", "move by key"])
 def test_streams_go_on_with_the_same_bytes(site: Site, how: str) -> None:
     disturb: dict[str, Callable[[], Awaitable[None]]] = {

@@ -28,7 +28,7 @@ def deployment(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory) -> It
         stages.stop()
 
 
-@pytest.mark.more  # test_cells.py has the same with a cluster
+@pytest.mark.more  # make verify SUITE=failover has it again and again
 def test_streams_go_on_with_the_same_bytes_at_a_replica_that_lagged(guarded: Guarded, deployment: Deployment) -> None:
     undisturbed = asyncio.run(stream_all(deployment, 6, max_tokens=700))
 

@@ -5,11 +5,13 @@ import threading
 from typing import Any
 
 import httpx
+import pytest
 
 from shared.wire.streams import prompts, requests, served_key
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.more  # gateway/test_starting.py and stages/test_waiting_requests.py are not
 ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 40, "seed": 7, "temperature": 1.0}
 STAGES = ("tokenizer", "compute", "sampler")
 

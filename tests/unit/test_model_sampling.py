@@ -27,12 +27,8 @@ class Registry:
         return [Replica(stage, "r", "here", 1, 0.0, model=model, sampling={"temperature": 0.2, "top_p": 0.9})]
 
 
-class Stage:
-    registry = Registry()
-
-
 class Context:
-    stage = Stage()
+    registry = Registry()
 
 
 def sampled(**asked: object) -> tuple[float, float]:
