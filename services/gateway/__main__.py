@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from redis.exceptions import RedisError
 
 from services.gateway.app import build_app
 from services.gateway.cells import Cells
@@ -29,7 +30,7 @@ from services.requests.admission.known import KnownReplicas
 from services.requests.admission.redis_memory import RedisMemory
 from services.requests.batches.jobs import Jobs
 from services.requests.batches.store import BatchStore
-from services.requests.cells import HOME, cells_of
+from services.requests.cells import HOME, Cell, cells_of
 from services.requests.client import connect
 from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
@@ -43,16 +44,18 @@ from services.requests.tenants.shared_limits import SharedLimits
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.line import Pipeline as RedisPipeline
+from shared.wire.line import refusal_of
 from shared.wire.load import Load
 from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
+from shared.wire.transport import is_temporary
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
     """The gateway's objects: what all cells share, and each cell's own. Home's Redis must be there."""
     places, cells = cells_of(settings), Cells[Context]()
     settings_of = {place.name: settings.model_copy(update={"redis_url": place.redis_url}) for place in places}
-    stages = {place.name: Stage("gateway", settings_of[place.name]) for place in places}
+    stages = {HOME: Stage("gateway", settings)} | {place.name: stage_in(place, settings_of[place.name]) for place in places[1:]}
     stages[HOME].transport.wait_until_up(settings.redis_timeout_s)
     metrics = Metrics(stages)
     clients = {place.name: connect(settings_of[place.name]) for place in places}
@@ -77,6 +80,19 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
             store=Store(client, connect(own, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, answers), **shared,
         )  # fmt: skip
     return cells
+
+
+def stage_in(cell: Cell, settings: GatewaySettings) -> Stage:
+    """The gateway in a further cell, whose Redis may be away. Raises StartupError if it refuses."""
+    try:
+        stage = Stage("gateway", settings)
+        stage.transport.client.ping()
+    except StartupError as error:
+        raise StartupError(f"--cell {cell.name}: {str(error).removeprefix('PENSTOCK_REDIS_URL is ')}") from None
+    except (RedisError, OSError) as error:
+        if not is_temporary(error):
+            raise StartupError(f"--cell {cell.name}: {refusal_of(error)}") from None
+    return stage
 
 
 def announce(stage: Stage, load: Callable[[], Load], subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:

@@ -5,6 +5,7 @@ which may have one or two of them in between.
 """
 
 import json
+import re
 import sys
 import time
 from collections import deque
@@ -161,8 +162,9 @@ def answering(redis_url: str) -> Iterator[None]:
     try:
         yield
     except (redis.RedisError, OSError) as error:
-        word = f"Redis does not answer at {redis_url}: is Penstock up?" if is_temporary(error) else "Redis refuses:"
-        raise StartupError(f"{word} ({error})") from None
+        where = re.sub("//.*@", "//", redis_url)  # without a password
+        word = f"Redis does not answer at {where}: is Penstock up?" if is_temporary(error) else "Redis refuses:"
+        raise StartupError(f"{word} ({str(error).partition(' : <')[0]})") from None  # Sentinels' errors show objects
 
 
 def show(console: Console, status: Status, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shared.process.errors import StartupError
 from shared.process.settings import RequestSettings
-from shared.wire.redis_urls import parse_named
+from shared.wire.redis_urls import parse_named, wrong_url
 
 HOME = "home"
 CELL = re.compile(r"([a-z0-9-]{1,16})=([a-z+]+://\S+)")
@@ -37,7 +37,7 @@ def cells_of(settings: RequestSettings) -> list[Cell]:
         try:
             parse_named(cell.redis_url)
         except ValueError as error:
-            raise StartupError(f"--cell {cell.name}: not a Redis URL: {error}") from None
+            raise StartupError(f"--cell {cell.name}: not a Redis URL: {wrong_url(cell.redis_url, error)}") from None
         if any(cell.mark == other.mark for other in cells):
             raise StartupError(f"--cell {cell.name}: another cell has this name, or one whose responses could not be told from its own")
         if (like := next((other for other in cells if other.redis_url == cell.redis_url), None)) is not None:

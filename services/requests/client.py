@@ -60,7 +60,8 @@ class AsyncNodes(Nodes):
                     slots = await node.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
             except DENIED:
                 raise
-            except UNREACHABLE:
+            except UNREACHABLE as error:
+                self.reason = reason_of(error)
                 continue
             if (primary := self.learn(address, slots)) is not None:
                 return primary

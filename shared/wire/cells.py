@@ -21,7 +21,7 @@ from redis.exceptions import ClusterDownError, MovedError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, SentinelManagedConnection
 
-from shared.wire.line import DENIED
+from shared.wire.line import DENIED, reason_of
 from shared.wire.redis_urls import Named
 
 TAG = re.compile(rb"^\{[^}]*\}:")
@@ -86,6 +86,7 @@ class Nodes:
         self.named = named
         self.slot: int = key_slot(named.prefix.encode())
         self.addresses = list(named.addresses)  # in the order in which they are asked
+        self.reason = "they know of none"  # or why the last one that was asked gave no answer
 
     def discover_master(self, _: str) -> tuple[str, int]:
         """The primary's address. Raises MasterNotFoundError, a ConnectionError."""
@@ -95,7 +96,8 @@ class Nodes:
                     slots = node.execute_command("CLUSTER SLOTS")
             except DENIED:
                 raise
-            except UNREACHABLE:
+            except UNREACHABLE as error:
+                self.reason = reason_of(error)
                 continue
             if (primary := self.learn(address, slots)) is not None:
                 return primary
@@ -103,7 +105,7 @@ class Nodes:
 
     @property
     def not_found(self) -> MasterNotFoundError:
-        return MasterNotFoundError(f"no node of the Redis Cluster names a primary for the cell {self.named.cell!r}")
+        return MasterNotFoundError(f"no node of the Redis Cluster names a primary for the cell {self.named.cell!r}: {self.reason}")
 
     def learn(self, address: tuple[str, int], slots: list[list[Any]]) -> tuple[str, int] | None:
         """The primary by the account of the node at the address: ranges of slots, each with its

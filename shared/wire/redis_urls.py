@@ -39,6 +39,13 @@ class Named:
         return f"{{{self.cell}}}:" if self.cell else ""
 
 
+def wrong_url(url: str, error: ValueError) -> str:
+    """Say what is wrong with a URL, without what may be a part of its password."""
+    if "@" not in url:
+        return str(error)
+    return "its scheme, host, port or path is none, or a special character of its password is not written as %XX (/ is %2F)"
+
+
 def parse_named(url: str) -> Named | None:
     """None for a URL that says itself where Redis is. Raises ValueError."""
     parts = urlsplit(url)

@@ -23,7 +23,7 @@ from shared.process.errors import Recoverable, StartupError
 from shared.process.telemetry import get_logger
 from shared.wire.cells import CellConnection, Nodes
 from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of, refusal_of
-from shared.wire.redis_urls import parse_named
+from shared.wire.redis_urls import parse_named, wrong_url
 
 log = get_logger("penstock.transport")
 
@@ -68,7 +68,7 @@ def pool_of(url: str, timeout_s: float, in_cluster: type[SentinelManagedConnecti
         if (named := parse_named(url)) is None:
             return redis.ConnectionPool.from_url(url, **options)
     except ValueError as error:
-        raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {error}") from None
+        raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {wrong_url(url, error)}") from None
     asked = Nodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
     kind = in_cluster if named.cell else SentinelManagedConnection
     if named.has_tls:
