@@ -96,7 +96,7 @@ def stage_in(cell: Cell, settings: GatewaySettings) -> Stage:
 
 
 def announce(stage: Stage, load: Callable[[], Load], subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:
-    """Put what the heartbeat says of this gateway in one cell where it finds it."""
+    """Set the load that the heartbeat announces for this gateway in one cell."""
     unlike.tell(stage.registry)
     stage.load = replace(load(), running=subscriptions.num_sequences)
 

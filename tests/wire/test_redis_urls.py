@@ -66,10 +66,11 @@ def test_a_cluster_is_asked_as_whoever_uses_it_and_every_key_has_the_cells_tag()
 
 
 @pytest.mark.parametrize(("url", "prefix"), [("redis+cluster://one/a", "{a}:celery:"), (URL, "celery:"), ("redis://one/0", "celery:")])
-def test_celery_connects_as_all_others_do(url: str, prefix: str) -> None:
+def test_celery_connects_as_all_others_do(url: str, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
     queue: Celery = make_queue(url)
     options = queue.conf.broker_transport_options
     assert options[JOBS_URL] == url and options["global_keyprefix"] == prefix and queue.connection_for_write().transport_cls is JobTransport
+    assert queue.connection_for_write().as_uri() and not caplog.records, "kombu warns of no missing host"
 
 
 @pytest.mark.parametrize("url", WRONG)

@@ -71,7 +71,7 @@ class SharedLimits:
         raise caller.refused(kind.decode(), wait_ms, left)
 
     async def confirm(self, caller: Caller, mark: str, model: str, request_ids: Sequence[str]) -> None:
-        """The requests are in their cell: their places end with them. While home is away, they end SUBMITTING_S later."""
+        """Note that the requests are in their cell: their places end with them. Without this note (home is away) the first SUBMITTING_S are waited for."""
         if caller.tenant.max_concurrency is not None:
             with suppress(redis.RedisError, OSError):
                 await self.home.hset(caller.keys[1], mapping=dict.fromkeys(request_ids, f"@{mark} 0 {model}"))
