@@ -1,0 +1,32 @@
+"""Share: which part of a model is a rank's.
+
+Every layer is cut by its outputs, and what it computes is gathered. A column of a product depends on
+nothing but the whole row of its inputs, so any number of ranks gives the bytes of one. Nothing is
+ever summed over ranks.
+"""
+
+from dataclasses import dataclass
+
+UNIT = 32  # columns that kernels compute together
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rank's place among those that divide every layer (tensor parallelism)."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, n: int, unit: int = UNIT) -> range:
+        """The rank's part of n: whole units, but for the last of all. The first ranks may have a unit
+        more, and the last ones none."""
+        return self.parts(n, unit)[self.rank]
+
+    def parts(self, n: int, unit: int = UNIT) -> tuple[range, ...]:
+        """All ranks' parts, in their order: together range(n)."""
+        each, more = divmod(-(-n // unit), self.size)
+        stops = [0, *(((rank + 1) * each + min(rank + 1, more)) * unit for rank in range(self.size))]
+        return tuple(range(min(first, n), min(last, n)) for first, last in zip(stops[:-1], stops[1:], strict=True))
+
+
+WHOLE = Share()
