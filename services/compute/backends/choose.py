@@ -1,12 +1,15 @@
 """The one choice of a backend, made at load."""
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.library import open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.parallel.ranks import SharedRanks
+from services.compute.parallel.share import Share
 from shared.process.errors import StartupError
 
 
@@ -41,3 +44,8 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
     if device.type == "cpu" and dtype == torch.bfloat16 and (context := open_context()) is not None:
         return CpuBackend(context, activations)
     return TorchBackend(dtype, device, activations)
+
+
+def ranks_of_host(backend: Backend, share: Share, memory: Tensor) -> SharedRanks | None:
+    """Ranks that meet in memory of theirs, [GROUP_BYTES] uint8; None: this backend does not."""
+    return SharedRanks(share, memory, backend.context.meet) if isinstance(backend, CpuBackend) else None

@@ -1,0 +1,100 @@
+"""Place: a process' place among those that are one replica, and what it loads there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.compute.backends.backend import Backend
+from services.compute.batch import ScheduledBatch
+from services.compute.cache.kv_cache import KVCache
+from services.compute.executor import DrawnTokens
+from services.compute.group.commands import RunHead, RunStep
+from services.compute.model_runner import Model, ModelRunner
+from services.compute.models.config import ModelConfig
+from services.compute.models.decoder import Decoder
+from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
+from services.compute.parallel.ranks import Ranks
+from services.compute.parallel.share import WHOLE
+from services.compute.parallel.stage import Stage
+from services.compute.weights.loader import load_parts, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Alone, or one of several ranks. Rank 0 tells the others what to run."""
+
+    ranks: Ranks | None = None  # that divide this stage's layers; None: this one has them whole
+    stage: Stage | None = None  # None: all layers are here
+    tell: Callable[[Any], None] | None = None  # rank 0's, and it alone has one, if there are others
+
+    @property
+    def is_alone(self) -> bool:
+        return self.ranks is None and self.stage is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0, or there is no other."""
+        return self.is_alone or self.tell is not None
+
+    def layers_of(self, config: ModelConfig) -> range:
+        """The layers that are here. Stages are to take as long as each other, and in a step of a few
+        tokens a layer takes as long as its weights are many."""
+        if self.stage is None:
+            return range(config.num_layers)
+        attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
+        return self.stage.layers_of(config.num_layers, config.vocab_size / (attention + mlp))
+
+
+ALONE = Place()
+
+
+def load_decoder(place: Place, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+    """A model, or this place's part of it. number: of the model among those of the replica; packing:
+    load_weights'. Raises StartupError."""
+    if place.is_alone:
+        return Decoder(config, load_weights(location, config, backend, **packing), backend)
+    layers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
+    has_head = place.stage is None or place.stage.is_first
+    parts = load_parts(location, config, backend, share=share, layers=layers, has_embedding=place.is_first, has_head=has_head, **packing)
+    own = config_of_rank(config, share, layers)
+    cut = None if place.ranks is None else cut_of(config, place.ranks)
+
+    def announce(num_rows: int, is_normed: bool) -> None:
+        assert place.tell is not None
+        place.tell(RunHead(number, num_rows, is_normed))
+
+    return Decoder(own, weights_of_rank(parts, config, backend, cut, announce), backend, cut, place.stage)
+
+
+def make_runner(place: Place, number: int, model: Model, kv_cache: KVCache, images: Mapping[str, torch.Tensor] | None = None) -> ModelRunner:
+    """The runner of a model: rank 0's tells the others each step."""
+    if place.tell is None:
+        return ModelRunner(model, kv_cache, images=images)
+    return LeadingRunner(model, kv_cache, images, place.tell, number)
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's, of a model that other ranks run with it."""
+
+    def __init__(self, model: Model, kv_cache: KVCache, images: Mapping[str, torch.Tensor] | None, tell: Callable[[Any], None], number: int) -> None:
+        super().__init__(model, kv_cache, images=images)
+        self.tell = tell
+        self.number = number
+
+    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
+        self.tell(RunStep(self.number, batch))
+        return super().run(batch, drawn)
+
+
+def carry_out(command: RunStep | RunHead, runners: Sequence[ModelRunner]) -> None:
+    """Do this rank's part of what rank 0 does. runners: of the replica's models, by number."""
+    runner = runners[command.model]
+    if isinstance(command, RunStep):
+        runner.run(command.batch)
+    else:
+        assert isinstance(runner.model, Decoder)
+        runner.model.serve_head(command.num_rows, is_normed=command.is_normed)
