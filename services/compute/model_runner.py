@@ -92,13 +92,14 @@ class Model(Protocol):
 # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a
 # vocabulary of 151,936
 PROMPT_ROWS = 64
+NO_IMAGES: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class ModelRunner:
     """The Executor of a model in this process."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = MappingProxyType({})
+        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
     ) -> None:  # fmt: skip
         """row_search: the model's backend's, if none is given; images: embeddings of those in the
         batches, by key, [tokens, hidden]; None: another rank has them."""

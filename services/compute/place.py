@@ -7,19 +7,25 @@ from typing import Any
 
 import torch
 
-from services.compute.backends.backend import Backend
+from services.compute.backends.backend import Backend, RowSearch
+from services.compute.backends.choose import ranks_of_host
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.executor import DrawnTokens
-from services.compute.group.commands import RunHead, RunStep
-from services.compute.model_runner import Model, ModelRunner
+from services.compute.group.commands import CacheSize, Rendezvous, RoomFor, RunHead, RunStep
+from services.compute.group.ends import Group, Member
+from services.compute.host_memory import shared_memory
+from services.compute.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
-from services.compute.parallel.ranks import Ranks
-from services.compute.parallel.share import WHOLE
+from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
+from services.compute.parallel.ranks import GROUP_BYTES, Ranks
+from services.compute.parallel.share import WHOLE, Share
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights
+from shared.process.group_settings import split_address
+from shared.process.settings import ComputeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,50 @@ class Place:
 ALONE = Place()
 
 
+def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Place:
+    """This process' place in its group, connected to the others. end: None, there is no group. Raises
+    StartupError where the backend's bits are not the same in a group."""
+    if end is None:
+        return ALONE
+    size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
+    if end.memory_fd is not None and backend.device.type == "cpu":
+        memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
+    ranks, number = None, end.rank // size
+    if memory is None or count > 1:
+        connect(settings, backend.device, end)
+    if size > 1 and memory is not None:
+        ranks = ranks_of_host(backend, Share(end.rank % size, size), memory[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])
+    elif size > 1:
+        for first in range(0, size * count, size):  # all make all groups
+            members = range(first, first + size)
+            made = DistributedRanks(Share(end.rank % size, size), members, backend.device)
+            ranks = made if end.rank in members else ranks
+    pipe = Pipe((end.rank - size) % (size * count), (end.rank + size) % (size * count), backend.device) if end.rank % size == 0 else None
+    return Place(ranks, Stage(number, count, pipe) if count > 1 else None, end.send if isinstance(end, Group) else None)
+
+
+def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> None:
+    """Open torch.distributed's connections between all ranks."""
+    num_ranks = settings.num_ranks
+    if isinstance(end, Group):
+        store = listen(split_address(settings.master)[0] if settings.master else "127.0.0.1")
+        end.send(Rendezvous(store.host, store.port))
+    else:
+        rendezvous = end.hear()
+        store = join(rendezvous.host, rendezvous.port)
+    meet_at(store, end.rank, num_ranks, device)
+
+
+def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
+    """The blocks of the KV cache that all ranks have, given how many fit on this one."""
+    if isinstance(end, Member):
+        end.answer(RoomFor(num_blocks))
+        return int(end.hear().num_blocks)
+    found = min(num_blocks, *(end.receive(peer.rank).num_blocks for peer in end.peers))
+    end.send(CacheSize(found))
+    return found
+
+
 def load_decoder(place: Place, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
     """A model, or this place's part of it. number: of the model among those of the replica; packing:
     load_weights'. Raises StartupError."""
@@ -67,21 +117,26 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
         assert place.tell is not None
         place.tell(RunHead(number, num_rows, is_normed))
 
-    return Decoder(own, weights_of_rank(parts, config, backend, cut, announce), backend, cut, place.stage)
+    return Decoder(own, weights_of_rank(parts, config, backend, cut, announce), backend, cut, place.stage, config)
 
 
-def make_runner(place: Place, number: int, model: Model, kv_cache: KVCache, images: Mapping[str, torch.Tensor] | None = None) -> ModelRunner:
-    """The runner of a model: rank 0's tells the others each step."""
+def make_runner(
+    place: Place, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
+) -> ModelRunner:  # fmt: skip
+    """The runner of a model, or of this place's part: rank 0's tells the others each step. images:
+    ModelRunner's."""
     if place.tell is None:
-        return ModelRunner(model, kv_cache, images=images)
-    return LeadingRunner(model, kv_cache, images, place.tell, number)
+        return ModelRunner(model, kv_cache, row_search, images if place.is_first else None)
+    return LeadingRunner(model, kv_cache, row_search, images, place.tell, number)
 
 
 class LeadingRunner(ModelRunner):
     """Rank 0's, of a model that other ranks run with it."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, images: Mapping[str, torch.Tensor] | None, tell: Callable[[Any], None], number: int) -> None:
-        super().__init__(model, kv_cache, images=images)
+    def __init__(
+        self, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None, tell: Callable[[Any], None], number: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, kv_cache, row_search, images)
         self.tell = tell
         self.number = number
 

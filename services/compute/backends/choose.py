@@ -13,15 +13,20 @@ from services.compute.parallel.share import Share
 from shared.process.errors import StartupError
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one that can be used. Raises StartupError for `cuda` where
-    there is none."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """`auto` is a GPU where there is one that can be used. rank: among those of a group on this
+    host, each of which has a GPU. Raises StartupError for `cuda` where there is none."""
     if name == "cpu":
         return torch.device("cpu")
     reason = why_unusable()
     if name == "cuda" and reason is not None:
         raise StartupError(f"--device cuda: {reason}")
-    return torch.device("cpu" if reason is not None else "cuda")
+    if reason is not None:
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise StartupError(f"--device cuda: a group has a GPU for each of its ranks, and rank {rank} has none: there are {torch.cuda.device_count()}")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda")
 
 
 def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str = "int8", allow_batch_variance: bool = False) -> Backend:

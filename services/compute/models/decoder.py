@@ -66,10 +66,14 @@ class Decoder:
     is_row_invariant = True
     longest_text = None
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: Stage | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: Stage | None = None,
+        whole: ModelConfig | None = None,
+    ) -> None:  # fmt: skip
         """backend: which made the weights' layers; cut, stage: of weights that are a rank's part, as
-        config is then (rank.py)."""
+        config is then (rank.py); whole: the configuration of all ranks together."""
         self.config = config
+        self.whole = config if whole is None else whole
         self.weights = weights
         self.backend = backend
         self.cut = cut

@@ -21,6 +21,11 @@ def listen(host: str) -> dist.TCPStore:
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
+def join(host: str, port: int) -> dist.TCPStore:
+    """The same, for the other ranks."""
+    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
+
+
 def meet_at(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> None:
     """Open the connections of all ranks; returns when all are there."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
