@@ -17,13 +17,13 @@ from services.compute.group.ends import Group, Member
 from services.compute.host_memory import shared_memory
 from services.compute.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
-from services.compute.models.decoder import Decoder
+from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
 from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.share import WHOLE, Share
 from services.compute.parallel.stage import Stage
-from services.compute.weights.loader import load_parts, load_weights
+from services.compute.weights.loader import load_parts, load_weights, whole_layer
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings
 
@@ -111,13 +111,17 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
     has_head = place.stage is None or place.stage.is_first
     parts = load_parts(location, config, backend, share=share, layers=layers, has_embedding=place.is_first, has_head=has_head, **packing)
     own = config_of_rank(config, share, layers)
-    cut = None if place.ranks is None else cut_of(config, place.ranks)
+    if place.ranks is None:
+        weights = ModelWeights(parts.embedding, [whole_layer(each, own, backend) for each in parts.layers], parts.norm, parts.lm_head)
+        return Decoder(own, weights, backend, None, place.stage, config)
 
     def announce(num_rows: int, is_normed: bool) -> None:
         assert place.tell is not None
         place.tell(RunHead(number, num_rows, is_normed))
 
-    return Decoder(own, weights_of_rank(parts, config, backend, cut, announce), backend, cut, place.stage, config)
+    cut = cut_of(config, place.ranks)
+    weights = weights_of_rank(parts, config, backend, cut, announce if has_head else None)
+    return Decoder(own, weights, backend, cut, place.stage, config)
 
 
 def make_runner(

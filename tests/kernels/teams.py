@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 class Team:
     """`runner` is rank 0's. A context manager: the other ranks end with it."""
 
-    def __init__(self, location: Path, size: int, *, num_blocks: int = 64, kv_group: int = 0, max_model_len: int | None = None, **packing: Any) -> None:
+    def __init__(self, location: Path, size: int, *, num_blocks: int = 256, kv_group: int = 0, max_model_len: int | None = None, **packing: Any) -> None:
         config = read_config(text_config(json.loads((location / "config.json").read_text())), max_model_len)
         self.fd = os.memfd_create("team")
         self.commands: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size - 1)]
@@ -39,7 +39,7 @@ class Team:
             place = Place(ranks, tell=self.tell if rank == 0 else None)
             model = load_decoder(place, 0, location, config, backend, **packing)
             cache = KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, group=kv_group)
-            return make_runner(place, 0, model, cache)
+            return make_runner(place, 0, model, cache, backend.row_search)
 
         def follow(rank: int) -> None:
             try:

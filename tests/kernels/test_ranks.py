@@ -28,8 +28,9 @@ def assert_same(location: Path, sizes: tuple[int, ...], **options: object) -> No
     tokens, logits = generate(alone)
     for size in sizes:
         with Team(location, size, kv_group=kv_group, **packing) as team:
-            alone.runner = team.runner
-            found_tokens, found = generate(alone)
+            together = Engine(alone, dtype=torch.bfloat16, max_batched_tokens=16)  # with another scheduler, whose prefix cache is empty
+            together.runner = team.runner
+            found_tokens, found = generate(together)
         assert found_tokens == tokens
         for one, other in zip(found, logits, strict=True):
             assert torch.equal(one, other), f"{size} ranks"

@@ -38,11 +38,12 @@ def cut_of(config: ModelConfig, ranks: Ranks) -> Cut:
     return Cut(ranks, attended, share.parts(config.hidden_size), share.parts(config.intermediate_size))
 
 
-def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cut: Cut, announce: Callable[[int, bool], None]) -> ModelWeights:
-    """The parts as a model's weights. config: the whole model's; announce: GatheredHead's."""
+def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cut: Cut, announce: Callable[[int, bool], None] | None) -> ModelWeights:
+    """The parts as a model's weights. config: the whole model's; announce: GatheredHead's; None: the
+    head is elsewhere."""
     layers = [layer_of_rank(each, config, backend, cut) for each in parts.layers]
     vocab = cut.ranks.share.parts(config.vocab_size)
-    head = GatheredHead(cut.ranks, parts.lm_head, vocab, config.hidden_size, backend.dtype, announce)
+    head = None if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, config.hidden_size, backend.dtype, announce)
     return ModelWeights(parts.embedding, layers, parts.norm, head)
 
 
