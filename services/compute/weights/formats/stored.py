@@ -1,7 +1,7 @@
 """Parts that all formats share: a layer's tensors, checked as they are read, and the forms in which
 its weight is kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,12 +44,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """The tensors of one linear layer [n, k] in its file."""
+    """The tensors of one linear layer [n, k] in its file, of which `rows` are wanted."""
 
     reader: Reader
     name: str  # ends in a dot
     n: int
     k: int
+    rows: Sequence[range] | None = None  # None: all
 
     def has(self, part: str) -> bool:
         return self.name + part in self.reader.file_by_name
