@@ -297,9 +297,12 @@ class Backend(Protocol):
         """
         ...
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> Linear:
-        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of
-        another layer, StartupError where nothing reads them."""
+    def restore_linear(
+        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+    ) -> Linear:
+        """A layer of a checkpoint that `penstock quantize` packed, or some of its outputs. parts: of the
+        whole layer, as n and k are. Raises ValueError for parts of another layer, StartupError where
+        nothing reads them."""
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:

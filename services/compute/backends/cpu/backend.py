@@ -52,8 +52,10 @@ class CpuBackend:
     ) -> NativeLinear:
         return self._with_activations(pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation))
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> NativeLinear:
-        return self._with_activations(restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation))
+    def restore_linear(
+        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+    ) -> NativeLinear:
+        return self._with_activations(restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs))
 
     def _with_activations(self, layer: NativeLinear) -> NativeLinear:
         if self.activations == "bfloat16":

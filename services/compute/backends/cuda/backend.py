@@ -3,6 +3,7 @@ same on a CPU, slowly: so it is tested without a GPU."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ class CudaBackend:
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
         return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002
+    def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
