@@ -21,7 +21,7 @@ from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
 from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
-from services.compute.parallel.share import WHOLE, Share
+from services.compute.parallel.share import WHOLE, Portion, Share
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
 from shared.process.group_settings import split_address
@@ -109,7 +109,8 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
     layers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
     has_head = place.stage is None or place.stage.is_first
-    parts = load_parts(location, config, backend, share=share, layers=layers, has_embedding=place.is_first, has_head=has_head, **packing)
+    portion = Portion(share, layers, has_embedding=place.is_first, has_head=has_head)
+    parts = load_parts(location, config, backend, portion, **packing)
     own = config_of_rank(config, share, layers)
     if place.ranks is None:
         weights = ModelWeights(parts.embedding, [whole_layer(each, own, backend) for each in parts.layers], parts.norm, parts.lm_head)
