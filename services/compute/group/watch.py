@@ -58,7 +58,7 @@ class Watch(threading.Thread):
         beat_at = looked_at = time.monotonic()
         while not self._is_stopped:
             now = time.monotonic()
-            if now - looked_at > self.timeout_s / 2:  # this process was stopped: it has not read what the others said meanwhile
+            if now - looked_at > BEAT_S + self.timeout_s / 2:  # this process was stopped: it has not read what the others said
                 for peer in self.peers:
                     peer.heard_at = now
             looked_at = now
