@@ -138,6 +138,8 @@ class Watch(threading.Thread):
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)
             self.tell("fails", reason, code, but=of)
+            if of is not None:
+                of.await_end()  # it may have a traceback to write
             self._exit(code)
 
     def _say(self, reason: str, code: int) -> None:
