@@ -22,5 +22,6 @@ The others, where `rank_of(settings)` is not 0 (launch.py has these three functi
             member.answer(...)                # if the command wants one
 
 What travels is a dataclass of commands.py. Either side may be gone at any moment: then the watch
-(watch.py) ends this process with one line, whatever its main thread does.
+(watch.py) ends this process with one line, whatever its main thread does. Linux kills the ranks that
+the head started when the thread ends that called open_group: that is the main thread.
 """

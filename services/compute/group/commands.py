@@ -77,6 +77,8 @@ class Accepted:
     """All ranks have loaded, and compute the same."""
 
 
+# all that may be sent. Fields may be msgpack's own values, ranges, named tuples, dataclasses, and
+# tuples of any length or optional ones of these
 COMMANDS: tuple[type, ...] = (RunStep, RunHead, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize)
 
 

@@ -60,6 +60,8 @@ def start_ranks(settings: ComputeSettings, command: Sequence[str], memory_fd: in
     """Start all ranks but this one, and wait until each has said who it is. Returns them, and the
     threads that this one should have. Raises StartupError."""
     cores = divide_cores(settings.num_ranks)
+    if settings.num_threads > min(map(len, cores)):  # threads that wait for each other must not wait for one core, too
+        cores = [frozenset()] * settings.num_ranks
     pin(cores[0])
     peers: list[Peer] = []
     try:
@@ -81,6 +83,7 @@ def _start(settings: ComputeSettings, command: Sequence[str], rank: int, memory_
     with theirs, their_watch:
         handle = Handle(rank, os.getpid(), theirs.fileno(), their_watch.fileno(), memory_fd, tuple(sorted(cores)))
         environment = os.environ | environment_of(settings) | {HANDLE: json.dumps(asdict(handle))}
+        environment["TQDM_DISABLE"] = "1"  # bars are for one process of a terminal
         environment["PENSTOCK_NUM_THREADS"] = str(settings.num_threads or max(1, len(cores)))
         inherited = (handle.commands, handle.watch, handle.memory)
         try:

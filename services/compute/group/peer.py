@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from services.compute.group.channel import Channel
@@ -35,6 +36,12 @@ class Peer:
         except subprocess.TimeoutExpired:
             return "it closed its connection"
         return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+
+    def await_end(self) -> None:
+        """Give the process, if this one started it, a moment to end by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            if self.process is not None:
+                self.process.wait(LAST_WORDS_S)
 
     def kill(self) -> None:
         """End the process, if this one started it, and wait for its end."""

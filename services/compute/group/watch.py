@@ -58,7 +58,7 @@ class Watch(threading.Thread):
         beat_at = looked_at = time.monotonic()
         while not self._is_stopped:
             now = time.monotonic()
-            if now - looked_at > self.timeout_s / 2:  # this process was stopped: it has not read what the others said meanwhile
+            if now - looked_at > BEAT_S + self.timeout_s / 2:  # this process was stopped: it has not read what the others said
                 for peer in self.peers:
                     peer.heard_at = now
             looked_at = now
@@ -138,6 +138,8 @@ class Watch(threading.Thread):
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)
             self.tell("fails", reason, code, but=of)
+            if of is not None:
+                of.await_end()  # it may have a traceback to write
             self._exit(code)
 
     def _say(self, reason: str, code: int) -> None:
