@@ -28,7 +28,7 @@ from services.compute.speculation.draft_models import load_draft_models, make_ch
 from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.heads import load_heads, make_head_proposer
 from services.compute.speculation.proposer import Proposer
-from services.compute.warm_up import check_numbers, first_kernels, warm_up
+from services.compute.warm_up import check_numbers, first_kernels, record_steps, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
@@ -43,6 +43,8 @@ log = get_logger("penstock.compute")
 # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
 # cores
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
+# sequences and tokens of a step: enough to keep the device busy, and a step short
+CUDA_LIMITS, CPU_LIMITS = (256, 2048), (64, 512)
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
@@ -65,6 +67,20 @@ class Engine:
     max_sampled: int  # rows of logits of a step
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How large a step may be."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+
+
+def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits:
+    """The limits asked for, or those that suit the device."""
+    num_seqs, num_tokens = CUDA_LIMITS if device.type == "cuda" else CPU_LIMITS
+    return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
@@ -146,6 +162,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     torch's error where memory is too small."""
     device = choose_device(settings.device)
     backend = open_backend(settings, files, device)
+    limits = choose_limits(settings, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
     log.info("loading the model", model=files.name, weights=files.weights)
     warn_of_length(settings, files)
@@ -157,30 +174,33 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         speculators = choose_speculators(settings, model)
         drafting = load_draft_models(speculators, settings, files, model, limit)
         heads = load_heads(settings, speculators, model)
-    images = load_images(settings, files, model)
+    images = load_images(settings, limits, files, model)
     models = [model, *(each.model for each in drafting)]
     with first_kernels(device):
-        max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
-        longest = longest_that_fits(settings, model, limit) or settings.max_batched_tokens
-        workspaces = [each.workspace(settings.max_batched_tokens, max_sampled, longest) for each in models]
-        workspaces += [] if heads is None else [heads.workspace(settings.max_batched_tokens, longest)]
+        max_sampled = max(limits.max_num_seqs, PROMPT_ROWS)
+        longest = longest_that_fits(settings, model, limit) or limits.max_batched_tokens
+        workspaces = [each.workspace(limits.max_batched_tokens, max_sampled, longest) for each in models]
+        workspaces += [] if heads is None else [heads.workspace(limits.max_batched_tokens, longest)]
         workspace_bytes = total_bytes(workspaces)
     is_encoder = not model.splits_prompts
     caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv), *([heads.config] if isinstance(heads, EagleHead) else [])]
-    size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
+    size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = ModelRunner(model, kv_cache, backend.row_search, images.embeddings if images is not None else None)
+    chains = [make_chain_proposer(each, runner, settings, limits.max_batched_tokens, size.max_model_len) for each in drafting]
     found = fingerprint(settings, files, model.backend)
     with first_kernels(device):
         check_numbers(runner, files.name)
         if device.type == "cuda" and not is_encoder:
-            warm_up(runner, settings.max_num_seqs)
+            warm_up(runner, limits.max_num_seqs)
+            for chain in chains:
+                record_steps(chain.runner, limits.max_num_seqs)
     log.info(
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
-    scheduler = make_scheduler(settings, size, found.kv, is_encoder=is_encoder)
+    scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
     tier = open_tier(settings, scheduler.block_manager, kv_cache)
     scheduler.awaits_restoring = tier is not None
     return Engine(
@@ -190,23 +210,23 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         no_segments=refuse_segments(model, settings.block_size),
         speculators=speculators, proposers=(
             *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
-            *(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
+            *chains,
         ),
         max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
 
 
-def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> ImageEncoding | None:
+def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
         return None
     if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
         log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
         return None
-    if (least := files.vision.num_whole + settings.max_num_seqs) > settings.max_batched_tokens and files.vision.num_whole:
+    if (least := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
         reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
-        raise StartupError(f"--max-batched-tokens {settings.max_batched_tokens} must be at least {least}: {reason}")
+        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {least}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
     return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)
@@ -281,11 +301,11 @@ def size_cache(settings: ComputeSettings, configs: Sequence[CacheShape], limit: 
     return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(settings: ComputeSettings, model: Model, limit: int | None) -> CacheSize:
+def size_encoder_cache(settings: ComputeSettings, limits: StepLimits, model: Model, limit: int | None) -> CacheSize:
     """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
     they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
-    num_blocks = settings.max_num_seqs * -(-(longest or settings.max_batched_tokens) // settings.block_size)
+    num_blocks = limits.max_num_seqs * -(-(longest or limits.max_batched_tokens) // settings.block_size)
     return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
 
 
@@ -302,15 +322,15 @@ def smallest(limit: int | None, other: int | None) -> int | None:
     return min((each for each in (limit, other) if each is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(settings: ComputeSettings, limits: StepLimits, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
     fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
     return Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
-        max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=max(settings.max_batched_tokens, size.max_model_len) if is_encoder else settings.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=max(limits.max_batched_tokens, size.max_model_len) if is_encoder else limits.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,

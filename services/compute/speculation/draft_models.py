@@ -90,9 +90,9 @@ def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
         raise StartupError(f"--draft-model {path}: its tokenizer does not fit that of {files.name}: {num_same} of {len(ours)} tokens are the same")
 
 
-def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: ComputeSettings, max_model_len: int) -> ChainProposer:
+def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: ComputeSettings, max_batched_tokens: int, max_model_len: int) -> ChainProposer:
     """The proposer of a draft model. target: the runner of the model that it drafts for;
-    max_model_len: of a sequence there."""
+    max_batched_tokens, max_model_len: of a step, and of a sequence there."""
     cache = target.kv_cache
     kv: DraftKV = TargetKV()
     if draft.has_own_kv:
@@ -101,6 +101,6 @@ def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: Comput
         kv = OwnKV(num_blocks, block_size)
     runner = ModelRunner(draft.model, cache, target.row_search)
     return ChainProposer(
-        draft.name, runner, kv, max_batched_tokens=settings.max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
+        draft.name, runner, kv, max_batched_tokens=max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
         vocab_size=target.vocab_size,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.graphs import pad_to_bucket
+from services.compute.backends.cuda.graphs import LONGEST_ROW, MOST_TOKENS, pad_to_bucket
 from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.kernels import blocks as block_kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
@@ -29,9 +29,6 @@ MAX_HEAD_DIM = 256
 HEADS = 16  # that a program rotates
 SMALLEST_BLOCK = 16  # tokens: --block-size is a multiple of it
 FOUND_AT_ONCE = 256  # slots
-# of a step that is recorded: a row's tokens (the last one and its drafts), and where a row has
-# several, all rows' together
-LONGEST_ROW, MOST_TOKENS = 17, 64
 EVERYTHING = 1 << 30  # the window of a layer without one
 MOST_HOLES = MAX_SEGMENTS * SEGMENT_MULTIPLE  # of a context, beside its tokens
 
@@ -220,10 +217,10 @@ class CudaAttention:
             num_warps=warps_of(tile * self.dim), enable_fp_fusion=True,
         )  # fmt: skip
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
-        splits = min(SPLITS, num_ranges, max(LEAST_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
+        most = min(SPLITS, num_ranges, max(LEAST_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
         flat = plan.tiles.view(-1)
-        for first, count, splits in ((0, plan.num_split, splits), (plan.num_split, num_tiles - plan.num_split, 0)):
+        for first, count, splits in ((0, plan.num_split, most), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,

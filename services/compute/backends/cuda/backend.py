@@ -1,7 +1,8 @@
 """CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the
 same on a CPU, slowly: so it is tested without a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -12,7 +13,7 @@ from services.compute.backends.backend import Attention, LargestStep, LayerWeigh
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
-from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, run_again
+from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
@@ -25,6 +26,7 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
+KINDS = 2  # of recordings of a size: with blocks that are tokens in part, and without
 LISTED = 64  # candidates of a row that most steps ask for
 
 
@@ -104,9 +106,8 @@ class CudaBackend:
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
-        measures what they took: once for all models, and once for this one's recordings, which have
-        a pool of their own. Without a GPU there is nothing to measure: the buffers, and the
-        logits."""
+        measures what they took, and what this model's recordings will take. Without a GPU there is
+        nothing to measure: the buffers, and the logits."""
         assert isinstance(step.attention, CudaAttention)
         num_tokens = max(step.num_tokens, step.num_logits)
         for name in ("input_ids", "positions", "logit_rows"):
@@ -123,8 +124,30 @@ class CudaBackend:
         torch.cuda.reset_peak_memory_stats(self.device)
         self._run_largest(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        of_recordings = 0 if step.stack is None else self._recording_bytes(step, lambda: int(torch.cuda.mem_get_info(self.device)[0]))
         torch.cuda.empty_cache()
-        return Workspace(peak, peak)
+        return Workspace(peak, of_recordings)
+
+    @torch.inference_mode()
+    def _recording_bytes(self, step: LargestStep, free_bytes: Callable[[], int]) -> int:
+        """What recordings of all sizes take, by two that are made and dropped: they share the memory
+        in which the largest works, and the driver keeps something of each."""
+        assert isinstance(step.attention, CudaAttention)
+        heads, sizes = step.attention.heads, recorded_sizes(step.num_logits)
+        kv = self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+        record, held = self.make_recorder(), []
+
+        def make(size: int) -> Callable[[], Tensor]:
+            assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
+            x, plan = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device), self._plan(step.attention, [1] * size)
+            return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
+
+        make(sizes[0])()  # compiles what is missing
+        free = [free_bytes()]
+        for size in sizes[:2]:
+            held.append(record(make(size)))
+            free.append(free_bytes())
+        return free[0] - free[1] + (KINDS * len(sizes) - 1) * (free[1] - free[2])
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:

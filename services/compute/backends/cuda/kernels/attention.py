@@ -23,7 +23,6 @@ import triton.language as tl
 
 from services.compute.backends.cuda.kernels.common import dot, largest_magnitude, nearest, rounded, tanh, widened
 
-
 EQUAL = tl.constexpr(16)
 DOUBLING = tl.constexpr(8)
 DOUBLINGS = tl.constexpr(18)  # of RANGE: more positions than int32 counts
