@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
 
@@ -32,7 +32,7 @@ from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.heads import load_heads, make_head_proposer
 from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
-from services.compute.warm_up import check_numbers, first_kernels, warm_up
+from services.compute.warm_up import check_numbers, first_kernels, record_steps, warm_up
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
@@ -46,6 +46,8 @@ log = get_logger("penstock.compute")
 # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
 # cores
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
+# sequences and tokens of a step: enough to keep the device busy, and a step short
+CUDA_LIMITS, CPU_LIMITS = (256, 2048), (64, 512)
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
@@ -69,6 +71,20 @@ class Engine:
     num_stages: int  # of the model, which compute as many steps at once
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How large a step may be."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+
+
+def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits:
+    """The limits asked for, or those that suit the device."""
+    num_seqs, num_tokens = CUDA_LIMITS if device.type == "cuda" else CPU_LIMITS
+    return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
@@ -155,6 +171,7 @@ class LoadedModels:
     model: Model
     drafting: list[DraftModel]
     speculators: tuple[str, ...]
+    limits: StepLimits
     limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
 
 
@@ -162,7 +179,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
     """Open the backend, and load the models. Raises StartupError."""
     device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
     backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
-    place = open_place(settings, backend, end)
+    place, limits = open_place(settings, backend, end), choose_limits(settings, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
     if place.is_first:
         log.info("loading the model", model=files.name, weights=files.weights)
@@ -173,36 +190,42 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
             multiple, asked = model.backend.block_multiple, settings.block_size
             raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
         speculators = choose_speculators(settings, model)
-        return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limit)
+        return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
 
 
 def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> Engine:
     """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
     torch's error where memory is too small."""
     loaded = load_models(settings, files, group)
-    place, backend, model, drafting, speculators, limit = (getattr(loaded, each.name) for each in fields(loaded))
-    device, max_sampled = backend.device, max(settings.max_num_seqs, PROMPT_ROWS)
+    place, backend, model, drafting = loaded.place, loaded.backend, loaded.model, loaded.drafting
+    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, backend.device
     heads = load_heads(settings, speculators, model)
-    images = load_images(settings, files, model)
+    images = load_images(settings, limits, files, model)
     is_encoder = not model.splits_prompts
     workspace_bytes = reserve(settings, loaded, heads)
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     found = fingerprint(settings, files, model.backend)
     if group is not None:
         group.identify(Loaded(found.name, backend.arithmetic))
-    size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
+    size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
+    chains = [
+        make_chain_proposer(each, runner, limits.max_batched_tokens, size.max_model_len, make_draft_runner(each, number, runner, settings, place))
+        for number, each in enumerate(drafting, 1)
+    ]
     with first_kernels(device):
         check_numbers(runner, files.name)
         if device.type == "cuda" and not is_encoder:
-            warm_up(runner, settings.max_num_seqs)
+            warm_up(runner, limits.max_num_seqs)
+            for chain in chains:
+                record_steps(chain.runner, limits.max_num_seqs)
     log.info(
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
-    scheduler = make_scheduler(settings, size, found.kv, is_encoder=is_encoder)
+    scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
     tier = open_tier(settings, scheduler.block_manager, kv_cache)
     scheduler.awaits_restoring = tier is not None
     return Engine(
@@ -212,12 +235,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         no_segments=refuse_segments(model, settings.block_size),
         speculators=speculators, proposers=(
             *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
-            *(
-                make_chain_proposer(each, runner, settings, size.max_model_len, make_draft_runner(each, number, runner, settings, place))
-                for number, each in enumerate(drafting, 1)
-            ),
+            *chains,
         ),
-        max_sampled=max_sampled, num_stages=settings.pipeline_parallel_size,
+        max_sampled=max_sampled_of(limits), num_stages=settings.pipeline_parallel_size,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
 
@@ -225,29 +245,35 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
 def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
     """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
     with first_kernels(loaded.backend.device):
-        max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
-        longest = longest_that_fits(settings, loaded.model, loaded.limit) or settings.max_batched_tokens
-        workspaces = [each.workspace(settings.max_batched_tokens, max_sampled, longest) for each in (loaded.model, *(each.model for each in loaded.drafting))]
-        workspaces += [] if heads is None else [heads.workspace(settings.max_batched_tokens, longest)]
+        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
+        longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
+        workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
+        workspaces += [] if heads is None else [heads.workspace(num_tokens, longest)]
         return total_bytes(workspaces)
 
 
+def max_sampled_of(limits: StepLimits) -> int:
+    """The rows of logits that a step may have."""
+    return max(limits.max_num_seqs, PROMPT_ROWS)
+
+
 def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
-    """The models that have a KV cache: of all ranks together, where these are on one host."""
+    """The models that have a KV cache: of all ranks together, where these have one memory."""
     models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
-    return [each.whole if isinstance(each, Decoder) and end is not None and end.memory_fd is not None else each.config for each in models]
+    is_one_memory = end is not None and end.memory_fd is not None and loaded.backend.device.type == "cpu"
+    return [each.whole if isinstance(each, Decoder) and is_one_memory else each.config for each in models]
 
 
-def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> ImageEncoding | None:
+def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
         return None
     if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
         log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
         return None
-    if (least := files.vision.num_whole + settings.max_num_seqs) > settings.max_batched_tokens and files.vision.num_whole:
+    if (least := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
         reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
-        raise StartupError(f"--max-batched-tokens {settings.max_batched_tokens} must be at least {least}: {reason}")
+        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {least}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
     return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)
@@ -327,11 +353,11 @@ def size_cache(
     return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(settings: ComputeSettings, model: Model, limit: int | None) -> CacheSize:
+def size_encoder_cache(settings: ComputeSettings, limits: StepLimits, model: Model, limit: int | None) -> CacheSize:
     """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
     they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
-    num_blocks = settings.max_num_seqs * -(-(longest or settings.max_batched_tokens) // settings.block_size)
+    num_blocks = limits.max_num_seqs * -(-(longest or limits.max_batched_tokens) // settings.block_size)
     return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
 
 
@@ -348,15 +374,15 @@ def smallest(limit: int | None, other: int | None) -> int | None:
     return min((each for each in (limit, other) if each is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(settings: ComputeSettings, limits: StepLimits, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
     fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
     return Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
-        max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=max(settings.max_batched_tokens, size.max_model_len) if is_encoder else settings.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=max(limits.max_batched_tokens, size.max_model_len) if is_encoder else limits.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,

@@ -55,6 +55,11 @@ class Mlp(Protocol):
 
 
 class Attention(Protocol):
+    @property
+    def finds_slots(self) -> bool:
+        """Whether `plan` needs no slots: it finds them from the block tables."""
+        ...
+
     def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
         """Prepare the layers' calls for a step. Good until the next plan."""
         ...

@@ -36,7 +36,7 @@ class ForwardBatch:
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64; [3, T] in time, down and across, if a token has different ones
-    slot_mapping: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64; empty for a model that finds_slots
     query_lens: list[int]  # of each sequence, in the order of their tokens
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
@@ -44,6 +44,7 @@ class ForwardBatch:
     block_lens: list[tuple[int, ...]] | None = None  # see AttentionInputs
     overlay: Overlay | None = None  # of the embeddings of input_ids
     last_seen: list[int] | None = None  # see AttentionInputs
+    handles: list[int] | None = None  # see AttentionInputs
 
 
 class Rows(Protocol):
@@ -89,6 +90,10 @@ class Decoder:
         self.stack = backend.stack(weights.layers, self.attention, self.wiring, cut)
         self.taps: Taps | None = None
 
+    @property
+    def finds_slots(self) -> bool:
+        return self.attention.finds_slots
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on `taps` has what enters these layers, of each step; see Taps."""
         self.taps = Taps(layers, self.config.hidden_size, self.backend.dtype, self.backend.buffers)
@@ -132,7 +137,9 @@ class Decoder:
         """Prepare attention for the batch, the same for every layer. Good until the backend's next
         plan."""
         ropes = self._take_rotary_tables(len(batch.input_ids))
-        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens, batch.last_seen)
+        inputs = AttentionInputs(
+            batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens, batch.last_seen, batch.handles
+        )  # fmt: skip
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
         self._fill_rotary_tables(ropes, batch.positions)

@@ -104,12 +104,12 @@ def make_draft_runner(draft: DraftModel, number: int, target: ModelRunner, setti
     return make_runner(place, number, draft.model, cache, target.row_search)
 
 
-def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: ComputeSettings, max_model_len: int, runner: ModelRunner) -> ChainProposer:
+def make_chain_proposer(draft: DraftModel, target: ModelRunner, max_batched_tokens: int, max_model_len: int, runner: ModelRunner) -> ChainProposer:
     """The proposer of a draft model. target: the runner of the model that it drafts for;
-    max_model_len: of a sequence there; runner: the draft model's."""
+    max_batched_tokens, max_model_len: of a step, and of a sequence there; runner: the draft model's."""
     cache = target.kv_cache
     kv: DraftKV = OwnKV(cache.num_blocks, cache.block_size) if draft.has_own_kv else TargetKV()
     return ChainProposer(
-        draft.name, runner, kv, max_batched_tokens=settings.max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
+        draft.name, runner, kv, max_batched_tokens=max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
         vocab_size=target.vocab_size,
     )  # fmt: skip

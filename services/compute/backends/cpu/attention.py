@@ -30,6 +30,8 @@ class NativeAttention:
     """TorchAttention in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own
     (cache.inc), in blocks of a multiple of 16."""
 
+    finds_slots = False
+
     def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
         assert heads.are_supported
         self.context = context
