@@ -162,7 +162,8 @@ class Loader:
             experts = self.fused_experts(block, moe)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in range(moe.num_experts)]
-        return MoeMlp(self.backend.row_math, router, tuple(experts), moe.num_active, moe.has_normalized_weights, shared)
+        grouped = self.backend.group_experts([(each.gate_up, each.down) for each in experts], moe.num_experts)
+        return MoeMlp(self.backend.row_math, router, tuple(experts), moe.num_active, moe.has_normalized_weights, shared, grouped)
 
     def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
         which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")
