@@ -48,9 +48,35 @@ class Mlp(Protocol):
         """The MLP's layers, by the names that a packed checkpoint has for them."""
         ...
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a call asks the host nothing, so that a GPU's recording of a step can hold it."""
+        ...
+
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         """down(activation(gate) * up), with gate and up of x, normalized where there is a norm;
         with has_residual, x is added. Returns [T, hidden]."""
+        ...
+
+
+class GroupedExperts(Protocol):
+    """A mixture's experts, or a range of them, in launches that take all: the host need not know how
+    many rows each gets. Numbers of experts are those of the whole mixture."""
+
+    def choose(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+        """The experts of each row, and their weights: models/moe.py's choose_experts; equal logits by
+        rising number. logits: [T, experts] float32, of a `Linear.logits`."""
+        ...
+
+    def run(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Each row's results of its experts, [T, num_active, hidden]. x: [T, hidden]; chosen: [T,
+        num_active] int64. Results of experts that are not in the range are not written."""
+        ...
+
+    def add(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+        """The weighted sum of the results, in float32, the first expert's first; with has_residual, x is
+        added. shared: another expert's results, [T, hidden], and the scores whose sigmoid they are
+        weighted by, [T, 1] float32. Returns [T, hidden]."""
         ...
 
 
@@ -312,6 +338,12 @@ class Backend(Protocol):
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
         """The MLP of two of this backend's layers, of which the first is gated."""
+        ...
+
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> GroupedExperts | None:
+        """Experts of a mixture of num_experts, from number `first` on, as one; None: they have to be called
+        one by one. experts: gate_up and down of each, of this backend's layers, which still can be
+        called."""
         ...
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:

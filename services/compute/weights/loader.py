@@ -119,7 +119,8 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
     if parts.mlp.shared is not None:
         assert parts.mlp.shared_gate is not None
         shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
-    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, moe.num_active, moe.has_normalized_weights, shared)
+    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
+    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, moe.num_active, moe.has_normalized_weights, shared, grouped)
     return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
 
 

@@ -66,6 +66,9 @@ class CpuBackend:
         assert isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)
         return NativeMlp(gate_up, down)
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
+        return None
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
         return NativeAttention(self.context, self.buffers, heads, scores) if heads.are_supported else self.torch.make_attention(heads, scores)
 

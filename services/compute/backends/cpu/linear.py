@@ -278,6 +278,8 @@ class NativeMlp:
     """down(activation(gate) * up) as one call, with the norm before it and the residual after
     it."""
 
+    is_recordable = True
+
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         self.gate_up = gate_up
         self.down = down

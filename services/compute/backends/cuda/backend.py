@@ -14,6 +14,7 @@ from services.compute.backends.backend import Attention, LargestStep, LayerWeigh
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
+from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
@@ -81,17 +82,21 @@ class CudaBackend:
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> CudaExperts | None:
+        """None: some have other forms than others, as where a file's numbers make it so."""
+        pairs = [(gate_up, down) for gate_up, down in experts if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)]
+        assert len(pairs) == len(experts)
+        return CudaExperts(pairs, num_experts, first) if pairs and all(are_alike(each) for each in zip(*pairs, strict=True)) else None
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
         if self.dtype == torch.float32 and heads.head_dim > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
             found = version_of(self.capability)
             raise StartupError(f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute capability {found}")
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
-        """Make one call of the layers, but for mixtures of experts: how many tokens an expert gets
-        is known on the host only, so their steps can't be recorded."""
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
+        if not all(layer.mlp.is_recordable for layer in layers):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 

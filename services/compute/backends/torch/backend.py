@@ -60,6 +60,9 @@ class TorchBackend:
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
+        return None
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
         return TorchAttention(heads, scores)
 

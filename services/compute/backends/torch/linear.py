@@ -49,6 +49,8 @@ class QuantizedTorchLinear(TorchLinear):
 
 
 class TorchMlp:
+    is_recordable = True
+
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down
