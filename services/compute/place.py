@@ -9,6 +9,7 @@ import torch
 
 from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.choose import ranks_of_host
+from services.compute.backends.gathered import ELSEWHERE
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.executor import DrawnTokens
@@ -66,7 +67,8 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu":
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
-    ranks, number = None, end.rank // size
+    ranks: Ranks | None = None
+    number = end.rank // size
     if memory is None or count > 1:
         connect(settings, backend.device, end)
     if size > 1 and memory is not None:
@@ -107,13 +109,14 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
     load_weights'. Raises StartupError."""
     if place.is_alone:
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
-    layers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
+    numbers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
     has_head = place.stage is None or place.stage.is_first
-    portion = Portion(share, layers, has_embedding=place.is_first, has_head=has_head)
+    portion = Portion(share, numbers, has_embedding=place.is_first, has_head=has_head)
     parts = load_parts(location, config, backend, portion, **packing)
-    own = config_of_rank(config, share, layers)
+    own = config_of_rank(config, share, numbers)
     if place.ranks is None:
-        weights = ModelWeights(parts.embedding, [whole_layer(each, own, backend) for each in parts.layers], parts.norm, parts.lm_head)
+        layers = [whole_layer(each, own, backend) for each in parts.layers]
+        weights = ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, parts.lm_head or ELSEWHERE)
         return Decoder(own, weights, backend, None, place.stage, config)
 
     def announce(num_rows: int, is_normed: bool) -> None:

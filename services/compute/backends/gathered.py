@@ -43,6 +43,10 @@ class GatheredMlp:
     down: GatheredLinear
 
     @property
+    def is_recordable(self) -> bool:
+        return False
+
+    @property
     def linears(self) -> dict[str, Linear]:
         named = {"gate_up.": self.gate_up.linear, "down.": self.down.linear}
         return {name: linear for name, linear in named.items() if linear is not None}
@@ -83,6 +87,24 @@ class GatheredHead:
         return whole
 
 
-def own_of(linear: Linear | None) -> Linear | None:
+class Elsewhere:
+    """A head or an embedding that another rank has."""
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        raise AssertionError("another rank has it")
+
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("another rank has it")
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        raise AssertionError("another rank has it")
+
+
+ELSEWHERE = Elsewhere()
+
+
+def own_of(linear: Linear) -> Linear | None:
     """The layer, or this rank's part of it."""
-    return linear.linear if isinstance(linear, GatheredLinear | GatheredHead) else linear
+    if isinstance(linear, GatheredLinear | GatheredHead):
+        return linear.linear
+    return None if linear is ELSEWHERE else linear

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Taps
-from services.compute.backends.gathered import GatheredHead, own_of
+from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
@@ -55,10 +55,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: Rows | None  # [vocab, hidden]; None: another rank has it
+    embedding: Rows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Linear | None
+    lm_head: Linear  # or ELSEWHERE
 
 
 class Decoder:
@@ -121,7 +121,7 @@ class Decoder:
     def first_states(self, batch: ForwardBatch) -> Tensor:
         """The input of the first layer that is here, [T, hidden]: rank 0 alone has the embedding."""
         x = None
-        if self.weights.embedding is not None:
+        if self.weights.embedding is not ELSEWHERE:
             x = self.embed(batch.input_ids)
             if batch.overlay is not None:
                 x[batch.overlay.rows] = batch.overlay.values
@@ -162,7 +162,6 @@ class Decoder:
     def logits(self, hidden: Any, rows: Tensor) -> Tensor:
         """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab]
         float32, good until the next call."""
-        assert self.weights.lm_head is not None
         return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
 
     @torch.inference_mode()
@@ -189,7 +188,6 @@ class Decoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [T]. Returns [T, hidden]."""
-        assert self.weights.embedding is not None
         x = self.weights.embedding[input_ids]
         return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, RowMath
-from services.compute.backends.gathered import GatheredHead, GatheredLinear, GatheredMlp
+from services.compute.backends.gathered import ELSEWHERE, GatheredHead, GatheredLinear, GatheredMlp
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import ModelWeights
 from services.compute.models.moe import Expert, choose_experts, sigmoid
@@ -26,7 +26,7 @@ def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelCon
     kv_heads, moe = len(kv_heads_of(config, share)[share.rank]), config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset(number - layers.start for number in moe.sparse_layers if number in layers))
-    ropes, windows = (each[layers.start : layers.stop] for each in (config.rope_of_layer, config.sliding_windows))
+    ropes, windows = config.rope_of_layer[layers.start : layers.stop], config.sliding_windows[layers.start : layers.stop]
     heads = kv_heads * config.num_heads // config.num_kv_heads
     return replace(config, num_layers=len(layers), num_heads=heads, num_kv_heads=kv_heads, rope_of_layer=ropes, sliding_windows=windows, moe=moe)
 
@@ -43,8 +43,8 @@ def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cu
     head is elsewhere."""
     layers = [layer_of_rank(each, config, backend, cut) for each in parts.layers]
     vocab = cut.ranks.share.parts(config.vocab_size)
-    head = None if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, config.hidden_size, backend.dtype, announce)
-    return ModelWeights(parts.embedding, layers, parts.norm, head)
+    head = ELSEWHERE if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, config.hidden_size, backend.dtype, announce)
+    return ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, head)
 
 
 def layer_of_rank(parts: LayerParts, config: ModelConfig, backend: Backend, cut: Cut) -> LayerWeights:
@@ -76,6 +76,10 @@ class GatheredMixture:
     has_normalized_weights: bool
     shared: GatheredMlp | None
     shared_gate: Linear | None  # whole
+
+    @property
+    def is_recordable(self) -> bool:
+        return False
 
     @property
     def linears(self) -> dict[str, Linear]:

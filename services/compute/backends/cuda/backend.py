@@ -24,6 +24,7 @@ from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Mat
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
+from services.compute.parallel.ranks import Cut
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
@@ -96,7 +97,7 @@ class CudaBackend:
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if not all(layer.mlp.is_recordable for layer in layers):
+        if cut is not None or not all(layer.mlp.is_recordable for layer in layers):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 
