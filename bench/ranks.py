@@ -95,7 +95,8 @@ class Way:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        for each in (self.process, *self.others):
+        self.process.wait(30)
+        for each in self.others:
             each.wait(30)
 
 

@@ -193,7 +193,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
         return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
 
 
-def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> Engine:
+def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
     """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
     torch's error where memory is too small."""
     loaded = load_models(settings, files, group)

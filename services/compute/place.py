@@ -98,8 +98,9 @@ def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
     """The blocks of the KV cache that all ranks have, given how many fit on this one."""
     if isinstance(end, Member):
         end.answer(RoomFor(num_blocks))
-        return int(end.hear().num_blocks)
-    found = min(num_blocks, *(end.receive(peer.rank).num_blocks for peer in end.peers))
+        agreed: CacheSize = end.hear()
+        return agreed.num_blocks
+    found: int = min(num_blocks, *(end.receive(peer.rank).num_blocks for peer in end.peers))
     end.send(CacheSize(found))
     return found
 

@@ -1,8 +1,8 @@
 """A rank of a group that is not the first: it runs its part of each step, as rank 0 tells it. It knows
 nothing of requests, and does not speak to Redis."""
 
-from services.compute.engine import cached_models, choose_step_timeout, load_models, reserve, size_cache
 from services.compute.cache.kv_cache import KVCache, choose_group
+from services.compute.engine import cached_models, choose_step_timeout, load_models, reserve, size_cache
 from services.compute.fingerprint import fingerprint
 from services.compute.group.commands import Loaded
 from services.compute.group.ends import Member

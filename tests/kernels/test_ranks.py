@@ -24,7 +24,7 @@ def assert_same(location: Path, sizes: tuple[int, ...], **options: object) -> No
     """A team of each size computes the logits of one process, bit by bit."""
     kv_group = int(str(options.get("kv_group", 0)))
     packing = {name: value for name, value in options.items() if name != "kv_group"}
-    alone = Engine(location, dtype=torch.bfloat16, kv_group=kv_group, max_batched_tokens=16, **packing)  # type: ignore[arg-type]
+    alone = Engine(location, dtype=torch.bfloat16, kv_group=kv_group, max_batched_tokens=16, **packing)
     tokens, logits = generate(alone)
     for size in sizes:
         with Team(location, size, kv_group=kv_group, **packing) as team:

@@ -123,7 +123,7 @@ class Norms:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     norms: Norms
-    qkv: Linear | None  # to (heads + 2 * kv_heads) * head_dim; None: this rank has no heads
+    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim; ELSEWHERE: this rank has no heads
     output: Linear  # from heads * head_dim
     mlp: Mlp
     sinks: Tensor | None = None  # attention's, [heads] float32

@@ -3,6 +3,7 @@ each layer's result is whole on all of them (services/compute/parallel/)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,16 +89,12 @@ class GatheredHead:
 
 
 class Elsewhere:
-    """A head or an embedding that another rank has."""
+    """A head, an embedding, or a rank's part of a layer, that this rank does not have."""
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
         raise AssertionError("another rank has it")
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
-        raise AssertionError("another rank has it")
-
-    def __getitem__(self, ids: Tensor) -> Tensor:
-        raise AssertionError("another rank has it")
+    logits = __getitem__ = __call__
 
 
 ELSEWHERE = Elsewhere()

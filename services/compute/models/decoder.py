@@ -86,7 +86,9 @@ class Decoder:
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
-        self.wiring = Wiring(config.hidden_size, config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer)
+        self.wiring = Wiring(
+            config.hidden_size, config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer
+        )
         self.stack = backend.stack(weights.layers, self.attention, self.wiring, cut)
         self.taps: Taps | None = None
 
@@ -149,7 +151,7 @@ class Decoder:
         """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
         h = x[:, :0]
-        if layer.qkv is not None:
+        if layer.qkv is not ELSEWHERE:
             qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
             h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks)
         if self.wiring.adds_in_layers:
@@ -182,7 +184,8 @@ class Decoder:
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
-        linears = [each for layer in self.weights.layers for each in (layer.qkv, own_of(layer.output), *layer.mlp.linears.values()) if each is not None]
+        found = [own_of(each) for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
+        linears = [each for each in found if each is not None]
         step = LargestStep(linears, mlps, own_of(self.weights.lm_head), self.attention, self.stack, num_tokens, num_logits, max_model_len)
         return self.backend.workspace(step)
 

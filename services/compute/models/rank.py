@@ -56,7 +56,7 @@ def layer_of_rank(parts: LayerParts, config: ModelConfig, backend: Backend, cut:
     else:
         assert config.moe is not None
         mlp = mixture_of_rank(parts.mlp, config, backend, cut)
-    return LayerWeights(parts.norms, parts.qkv, output, mlp, parts.sinks)
+    return LayerWeights(parts.norms, parts.qkv or ELSEWHERE, output, mlp, parts.sinks)
 
 
 def mlp_of_rank(parts: MlpParts, cut: Cut, intermediate: tuple[range, ...]) -> GatheredMlp:

@@ -4,6 +4,7 @@ NCCL on GPUs)."""
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,17 @@ MOST_SENT = 8  # tensors on their way to the next stage
 TIMEOUT = timedelta(hours=12)
 
 
-def listen(host: str) -> dist.TCPStore:
-    """Rank 0's meeting point, at a free port of the host's address."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+def listen(host: str) -> Any:
+    """Rank 0's meeting point, a TCPStore at a free port of the host's address."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
 
 
-def join(host: str, port: int) -> dist.TCPStore:
+def join(host: str, port: int) -> Any:
     """The same, for the other ranks."""
-    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
+    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
 
 
-def meet_at(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> None:
+def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device) -> None:
     """Open the connections of all ranks; returns when all are there."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
 

@@ -38,7 +38,9 @@ class DraftModel:
         return self.name == "draft"
 
 
-def load_draft_models(names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Place = ALONE) -> list[DraftModel]:
+def load_draft_models(
+    names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Place = ALONE,
+) -> list[DraftModel]:  # fmt: skip
     """The models that --speculate names, or this place's parts of them; the target is number 0. files,
     model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError."""
     found: list[DraftModel] = []

@@ -12,7 +12,7 @@ from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
 from services.compute.backends.cpu.library import Attention, Context, Group, Layer, Layers, Meet, Norms, Pointer, pointer
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
-from services.compute.backends.gathered import GatheredLinear, GatheredMlp
+from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
 from services.compute.parallel.ranks import Cut
 from services.compute.parallel.share import UNIT
 
@@ -70,8 +70,7 @@ class NativeStack:
         self._take(num_tokens)
 
     def _take(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        qkv = self.weights[0].qkv
-        assert qkv is None or isinstance(qkv, NativeLinear)
+        qkv = linears_of(self.weights[0])["qkv"]
         h, shape = None, (num_tokens, self.hidden_size)
         if not self.wiring.adds_in_layers:
             h = self.buffers.take("h", shape, torch.bfloat16) if self.team is None else self.team.ranks.region("h", shape, torch.bfloat16)
@@ -89,7 +88,7 @@ def linears_of(layer: LayerWeights) -> dict[str, NativeLinear | None]:
     mlp, output = layer.mlp, layer.output
     if isinstance(mlp, GatheredMlp):
         assert isinstance(output, GatheredLinear)
-        found = {"qkv": layer.qkv, "output": output.linear, "gate_up": mlp.gate_up.linear, "down": mlp.down.linear}
+        found = {"qkv": own_of(layer.qkv), "output": output.linear, "gate_up": mlp.gate_up.linear, "down": mlp.down.linear}
     else:
         assert isinstance(mlp, NativeMlp)
         found = {"qkv": layer.qkv, "output": output, "gate_up": mlp.gate_up, "down": mlp.down}
