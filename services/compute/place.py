@@ -6,22 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from services.compute.backends.backend import Backend, RowSearch
-from services.compute.backends.choose import has_same_columns, ranks_of_host
+from services.compute.backends.choose import context_of, has_same_columns, ranks_of_host
+from services.compute.backends.cpu.moving import move_in, move_out
 from services.compute.backends.gathered import ELSEWHERE
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.executor import DrawnTokens
-from services.compute.group.commands import CacheSize, Rendezvous, RoomFor, RunHead, RunStep
+from services.compute.group.commands import CacheSize, Kept, Rendezvous, RoomFor, RunHead, RunStep, decode, encode
 from services.compute.group.ends import Group, Member
 from services.compute.host_memory import shared_memory
 from services.compute.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
+from services.compute.models.sharded import linears_to_keep, sharded_layer
 from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
+from services.compute.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
 from services.compute.parallel.share import WHOLE, Portion, Share
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
@@ -37,10 +41,11 @@ class Place:
     ranks: Ranks | None = None  # that divide this stage's layers; None: this one has them whole
     stage: Stage | None = None  # None: all layers are here
     tell: Callable[[Any], None] | None = None  # rank 0's, and it alone has one, if there are others
+    shards: Messages | None = None  # where the others keep weights for rank 0: on which they send them
 
     @property
     def is_alone(self) -> bool:
-        return self.ranks is None and self.stage is None
+        return self.ranks is None and self.stage is None and self.shards is None
 
     @property
     def is_first(self) -> bool:
@@ -62,16 +67,13 @@ ALONE = Place()
 
 def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Place:
     """This process' place in its group, connected to the others. end: None, there is no group. Raises
-    StartupError where the backend's bits are not the same in a group."""
+    StartupError."""
     if end is None:
         return ALONE
-    if settings.tensor_parallel_size > 1 and not has_same_columns(backend):
-        raise StartupError(
-            f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native kernels (penstock build-kernels): "
-            "the bits of torch's products depend on how many columns are computed"
-        )
-    if settings.kv_disk is not None:
-        raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
+    check_group(settings, backend)
+    if settings.shard_weights:
+        connect(settings, backend.device, end)
+        return Place(tell=end.send if isinstance(end, Group) else None, shards=dist.group.WORLD)
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu":
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
@@ -88,6 +90,20 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
             ranks = made if end.rank in members else ranks
     pipe = Pipe((end.rank - size) % (size * count), (end.rank + size) % (size * count), backend.device) if end.rank % size == 0 else None
     return Place(ranks, Stage(number, count, pipe) if count > 1 else None, end.send if isinstance(end, Group) else None)
+
+
+def check_group(settings: ComputeSettings, backend: Backend) -> None:
+    """Raises StartupError for what a group can't do, and where the backend's bits are not the same in
+    one."""
+    if settings.tensor_parallel_size > 1 and not has_same_columns(backend):
+        raise StartupError(
+            f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native kernels (penstock build-kernels): "
+            "the bits of torch's products depend on how many columns are computed"
+        )
+    if settings.shard_weights and context_of(backend) is None:
+        raise StartupError(f"--shard-weights is for CPUs, not for {backend.device.type}: without it, --tensor-parallel-size divides the work, too")
+    if settings.kv_disk is not None and not settings.shard_weights:
+        raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
 
 
 def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> None:
@@ -118,6 +134,8 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
     load_weights'. Raises StartupError."""
     if place.is_alone:
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
+    if place.shards is not None:
+        return load_sharded(place.shards, location, config, backend, **packing)
     numbers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
     has_head = place.stage is None or place.stage.is_first
     portion = Portion(share, numbers, has_embedding=place.is_first, has_head=has_head)
@@ -135,6 +153,33 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
     cut = cut_of(config, place.ranks)
     weights = weights_of_rank(parts, config, backend, cut, announce if has_head else None)
     return Decoder(own, weights, backend, cut, place.stage, config)
+
+
+def load_sharded(group: Messages, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+    """A model whose weights the ranks of a group keep: rank 0's, which computes, or another's, which has
+    no layers and sends its parts. Raises StartupError."""
+    if config.moe is not None:
+        raise StartupError("--shard-weights: a mixture of experts is not sent layer by layer; without it, --tensor-parallel-size divides the experts")
+    share, context = Share(group.rank(), group.size()), context_of(backend)
+    is_first = share.rank == 0
+    assert context is not None
+    portion = Portion(share, range(config.num_layers), has_embedding=is_first, has_head=is_first, is_head_whole=True)
+    parts = load_parts(location, config, backend, portion, **packing)
+    if not is_first:
+        kept = []
+        while parts.layers:  # each is freed when its bytes have moved
+            kept.append(move_out(linears_to_keep(parts.layers.pop(0), config)))
+        send_bytes(group, encode(Kept(tuple(outline for outline, _ in kept))))
+        nothing = ModelWeights(ELSEWHERE, [], parts.norm, ELSEWHERE)
+        return Decoder(config_of_rank(config, share, range(0)), nothing, backend, shards=Sender(group, [held for _, held in kept]))
+    assert parts.embedding is not None and parts.lm_head is not None
+    outlines = [decode(receive_bytes(group, rank)).layers for rank in range(1, share.size)]
+    receiver = Receiver(group, [[each.num_bytes for each in of_layers] for of_layers in outlines])
+    layers = []
+    for number, own in enumerate(parts.layers):
+        memory = receiver.memory[number % 2]
+        layers.append(sharded_layer(own, [move_in(context, each[number], held) for each, held in zip(outlines, memory, strict=True)], config))
+    return Decoder(config, ModelWeights(parts.embedding, layers, parts.norm, parts.lm_head), backend, shards=receiver)
 
 
 def make_runner(
@@ -165,8 +210,10 @@ class LeadingRunner(ModelRunner):
 def carry_out(command: RunStep | RunHead, runners: Sequence[ModelRunner]) -> None:
     """Do this rank's part of what rank 0 does. runners: of the replica's models, by number."""
     runner = runners[command.model]
-    if isinstance(command, RunStep):
-        runner.run(command.batch)
-    else:
-        assert isinstance(runner.model, Decoder)
+    assert isinstance(runner.model, Decoder)
+    if isinstance(command, RunHead):
         runner.model.serve_head(command.num_rows, is_normed=command.is_normed)
+    elif isinstance(runner.model.shards, Sender):
+        runner.model.shards.send()
+    else:
+        runner.run(command.batch)

@@ -12,6 +12,7 @@ class GroupSettings(StageSettings):
 
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="ranks that divide every layer; each has its part of the weights and of the KV cache")
     pipeline_parallel_size: int = Field(1, ge=1, le=64, description="stages that divide the layers, each of --tensor-parallel-size ranks")
+    shard_weights: bool = Field(False, description="the ranks of --tensor-parallel-size keep the weights; rank 0 computes, and gets each layer's in each step")
     group_timeout_s: float = Field(5.0, ge=1, le=600, description="a rank that has been silent for this long ends its group, which then starts again")
     group_wait_s: float = Field(300.0, gt=0, description="how long the ranks of a group wait for each other at the start")
 
@@ -19,6 +20,14 @@ class GroupSettings(StageSettings):
     def num_ranks(self) -> int:
         """Ranks of the group; 1: there is no group."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @model_validator(mode="after")
+    def check_shards(self) -> "GroupSettings":
+        if self.shard_weights and self.tensor_parallel_size == 1:
+            raise ValueError("--shard-weights needs --tensor-parallel-size of 2 or more: the ranks that keep the weights")
+        if self.shard_weights and self.pipeline_parallel_size > 1:
+            raise ValueError(f"--shard-weights: rank 0 computes alone, so there are no --pipeline-parallel-size {self.pipeline_parallel_size} stages")
+        return self
 
 
 class RankSettings(GroupSettings):

@@ -1,13 +1,16 @@
-"""Ranks as threads of one process: each has its own backend, weights and KV cache, and they meet in memory as processes do."""
+"""Ranks as threads of one process: each has its own backend, weights and KV cache. They meet in memory as processes do; if they keep the weights for rank 0,
+they send them by gloo."""
 
 import json
 import os
 import queue
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from services.compute.backends.choose import choose_backend, ranks_of_host
 from services.compute.cache.kv_cache import KVCache
@@ -27,17 +30,23 @@ BLOCK_SIZE = 16
 class Team:
     """`runner` is rank 0's. A context manager: the other ranks end with it."""
 
-    def __init__(self, model: Path | ModelFiles, size: int, *, num_blocks: int = 256, kv_group: int = 0, **packing: Any) -> None:
+    def __init__(
+        self, model: Path | ModelFiles, size: int, *, num_blocks: int = 256, kv_group: int = 0, shard_weights: bool = False, **packing: Any
+    ) -> None:  # fmt: skip
         location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
         config = read_config(text_config(found))
         self.fd = os.memfd_create("team")
         self.commands: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size - 1)]
         self.errors: list[BaseException] = []
+        store = dist.HashStore()
 
         def start(rank: int) -> ModelRunner:
             backend = choose_backend(torch.bfloat16, CPU)
-            ranks = ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES))
-            place = Place(ranks, tell=self.tell if rank == 0 else None)
+            tell = self.tell if rank == 0 else None
+            if shard_weights:
+                place = Place(shards=dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), tell=tell)
+            else:
+                place = Place(ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES)), tell=tell)
             model = load_decoder(place, 0, location, config, backend, **packing)
             cache = KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, group=kv_group)
             return make_runner(place, 0, model, cache, backend.row_search)

@@ -29,12 +29,12 @@ def generate(engine: Engine) -> tuple[list[list[int]], list[torch.Tensor]]:
     return tokens, [torch.stack(engine.logits[number]) for number in range(len(PROMPTS))]
 
 
-def assert_same(model: Path | ModelFiles, sizes: tuple[int, ...], **options: Any) -> None:
+def assert_same(model: Path | ModelFiles, sizes: tuple[int, ...], *, shard_weights: bool = False, **options: Any) -> None:
     """A team of each size computes the logits of one process, bit by bit."""
     alone = Engine(model, dtype=torch.bfloat16, max_batched_tokens=16, **options)
     tokens, logits = generate(alone)
     for size in sizes:
-        with Team(model, size, **options) as team:
+        with Team(model, size, shard_weights=shard_weights, **options) as team:
             together = Engine(alone, dtype=torch.bfloat16, max_batched_tokens=16)  # with another scheduler, whose prefix cache is empty
             together.runner = team.runner
             found_tokens, found = generate(together)

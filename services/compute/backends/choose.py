@@ -5,7 +5,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.cpu.backend import CpuBackend
-from services.compute.backends.cpu.library import open_context
+from services.compute.backends.cpu.library import Context, open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.parallel.ranks import SharedRanks
@@ -54,6 +54,11 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
 def has_same_columns(backend: Backend) -> bool:
     """Whether a column's bits are the same beside any other columns of its layer."""
     return not isinstance(backend, TorchBackend)
+
+
+def context_of(backend: Backend) -> Context | None:
+    """The native kernels of the backend; None: it has none."""
+    return backend.context if isinstance(backend, CpuBackend) else None
 
 
 def ranks_of_host(backend: Backend, share: Share, memory: Tensor) -> SharedRanks | None:

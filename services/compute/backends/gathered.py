@@ -37,11 +37,36 @@ class GatheredLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardedLinear:
+    """A Linear of which several ranks keep some columns each: all are here while it is called."""
+
+    linears: tuple[Linear, ...]  # this rank's first
+    # of each, of one matrix or several: the columns of a matrix stand behind those of the ranks before
+    widths: tuple[tuple[int, ...], ...]
+
+    @property
+    def linear(self) -> Linear:
+        return self.linears[0]
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        outputs, start = [], 0
+        for linear, widths in zip(self.linears, self.widths, strict=True):
+            stop = start + sum(widths)
+            added = None if residual is None else residual[:, start:stop].contiguous()
+            outputs.append(torch.split(linear(x, norm=norm, eps=eps, residual=added), list(widths), 1))
+            start = stop
+        return torch.cat([part for parts in zip(*outputs, strict=True) for part in parts], 1)
+
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        raise NotImplementedError("a head is whole")
+
+
+@dataclass(frozen=True, slots=True)
 class GatheredMlp:
     """An Mlp of two layers."""
 
-    gate_up: GatheredLinear
-    down: GatheredLinear
+    gate_up: GatheredLinear | ShardedLinear
+    down: GatheredLinear | ShardedLinear
 
     @property
     def is_recordable(self) -> bool:
@@ -102,6 +127,6 @@ ELSEWHERE = Elsewhere()
 
 def own_of(linear: Linear) -> Linear | None:
     """The layer, or this rank's part of it."""
-    if isinstance(linear, GatheredLinear | GatheredHead):
+    if isinstance(linear, GatheredLinear | GatheredHead | ShardedLinear):
         return linear.linear
     return None if linear is ELSEWHERE else linear

@@ -103,7 +103,7 @@ def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], 
         raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside {beside}")
     if wanted_bytes < block_bytes:
         raise StartupError(f"the KV cache would have {size_text(wanted_bytes)}, one block of it takes {size_text(block_bytes)}: raise --kv-cache-memory")
-    return wanted_bytes // block_bytes
+    return wanted_bytes // max(block_bytes, 1)  # a rank may have no heads
 
 
 def free_memory(device: torch.device) -> int:

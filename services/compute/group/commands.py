@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 
 from services.compute.batch import ScheduledBatch
+from services.compute.parallel.outline import LayerOutline
 from shared.process.errors import Invalid
 
 
@@ -59,6 +60,13 @@ class CacheSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The parts of layers that a rank keeps for rank 0."""
+
+    layers: tuple[LayerOutline, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The group ends, and its work is done."""
 
@@ -79,7 +87,7 @@ class Accepted:
 
 # all that may be sent. Fields may be msgpack's own values, ranges, named tuples, dataclasses, and
 # tuples of any length or optional ones of these
-COMMANDS: tuple[type, ...] = (RunStep, RunHead, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize)
+COMMANDS: tuple[type, ...] = (RunStep, RunHead, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize, Kept)
 
 
 def encode(message: Any) -> bytes:

@@ -22,7 +22,7 @@ MAGIC = "penstock group"
 LONGEST_HELLO = 1 << 16  # bytes
 # that decide what is computed, and into how large buffers
 SETTINGS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output",
+    "tensor_parallel_size", "pipeline_parallel_size", "shard_weights", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output",
     "quantize_lm_head", "activations", "block_size", "kv_cache_dtype", "kv_cache_group", "max_model_len", "max_num_seqs", "max_batched_tokens",
     "allow_batch_variance", "speculate", "num_speculative_tokens",
 )  # fmt: skip

@@ -59,7 +59,8 @@ def share_memory() -> int:
 def start_ranks(settings: ComputeSettings, command: Sequence[str], memory_fd: int) -> tuple[list[Peer], int]:
     """Start all ranks but this one, and wait until each has said who it is. Returns them, and the
     threads that this one should have. Raises StartupError."""
-    cores = divide_cores(settings.num_ranks)
+    # where rank 0 alone computes, it has them all
+    cores = divide_cores(1) * settings.num_ranks if settings.shard_weights else divide_cores(settings.num_ranks)
     if settings.num_threads > min(map(len, cores)):  # threads that wait for each other must not wait for one core, too
         cores = [frozenset()] * settings.num_ranks
     pin(cores[0])

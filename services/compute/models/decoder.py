@@ -19,6 +19,7 @@ from services.compute.backends.torch.attention import AttentionInputs, CosSin, H
 from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
 from services.compute.parallel.ranks import Cut
+from services.compute.parallel.sharded import Receiver, Sender
 from services.compute.parallel.stage import Stage
 
 
@@ -69,16 +70,18 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: Stage | None = None,
-        whole: ModelConfig | None = None,
+        whole: ModelConfig | None = None, shards: Receiver | Sender | None = None,
     ) -> None:  # fmt: skip
         """backend: which made the weights' layers; cut, stage: of weights that are a rank's part, as
-        config is then (rank.py); whole: the configuration of all ranks together."""
+        config is then (rank.py); whole: the configuration of all ranks together; shards: by which parts
+        of the layers come, or go to the rank that computes."""
         self.config = config
         self.whole = config if whole is None else whole
         self.weights = weights
         self.backend = backend
         self.cut = cut
         self.stage = stage
+        self.shards = shards
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
         # a rank without heads plans its steps like one with a head
         heads = Heads(config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq))
@@ -89,7 +92,8 @@ class Decoder:
         self.wiring = Wiring(
             config.hidden_size, config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer
         )
-        self.stack = backend.stack(weights.layers, self.attention, self.wiring, cut)
+        # layers whose parts come one after the other are called one by one
+        self.stack = None if shards is not None else backend.stack(weights.layers, self.attention, self.wiring, cut)
         self.taps: Taps | None = None
 
     @property
@@ -112,7 +116,11 @@ class Decoder:
         """All layers that are here. x: [T, hidden], as it enters the first."""
         if self.stack is not None:
             return self.stack(x, kv_layers, plan, self.taps)
+        if isinstance(self.shards, Receiver):
+            self.shards.begin()
         for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
+            if isinstance(self.shards, Receiver):
+                self.shards.await_layer(number)
             if self.taps is not None:
                 self.taps.keep(number, x)
             x = self.run_layer(number, layer, x, kv, plan)

@@ -40,6 +40,7 @@ class Portion:
     layers: range | None = None  # of its stage (pipeline parallelism); None: all
     has_embedding: bool = True
     has_head: bool = True
+    is_head_whole: bool = False
 
 
 EVERYTHING = Portion()

@@ -7,7 +7,7 @@ tensors of one layer. A rank's part of a layer is a layer of some of its outputs
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -99,7 +99,8 @@ def load_parts(
             parts.append(loader.parts(number))
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=loader.head_part(embedding) if portion.has_head else None)
+        of_head = replace(loader, share=WHOLE) if portion.is_head_whole else loader
+        found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=of_head.head_part(embedding) if portion.has_head else None)
         # the first rank has a part of everything
         source.report(portion.layers if portion.share.rank == 0 else range(0))
         loader.report()

@@ -137,12 +137,18 @@ def pack_joined(context: Context, matrix: Joined, bias: Tensor | None, *, quanti
         pack_linear(context, part, of_part, quantization=quantization, group=group, activation=activation)
         for part, of_part in zip(matrix.parts, biases, strict=True)
     ]
+    return join(layers, is_gated=is_gated)
+
+
+def join(layers: Sequence["NativeLinear"], *, is_gated: bool) -> "NativeLinear":
+    """The first of some layers, with the others behind it."""
     for before, after in pairwise(layers):
         before.struct.next = ctypes.addressof(after.struct)
     first = layers[0]
     first.following = tuple(layers[1:])
-    first.struct.is_gate = int(is_gated)
-    first.num_outputs = sizes[0] if is_gated else sum(sizes)
+    if first.following:
+        first.struct.is_gate = int(is_gated)
+        first.num_outputs = first.struct.n if is_gated else sum(each.struct.n for each in layers)
     return first
 
 
@@ -168,7 +174,7 @@ def restore_linear(
     """A layer from the parts of one that was packed before, in whatever form they are, or some of its
     outputs. Raises ValueError for parts of another layer."""
     form = _form_of(parts)
-    shapes = _part_shapes(form, *_padded(n, k, form, is_gated), has_bias=has_bias)
+    shapes = part_shapes(form, *padded(n, k, form, is_gated), has_bias=has_bias)
     if {name: (part.shape, part.dtype) for name, part in parts.items()} != shapes:
         raise ValueError(OTHER_PARTS)
     count = n if outputs is None else sum(map(len, outputs)) * (2 if is_gated else 1)
@@ -193,12 +199,14 @@ class NativeLinear:
     """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in
     memory or in a file."""
 
-    def __init__(self, context: Context, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> None:
+    def __init__(
+        self, context: Context, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu", parts: dict[str, Tensor] | None = None
+    ) -> None:  # fmt: skip
         """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes
-        through the activation."""
+        through the activation; parts: the memory that part_shapes asks for; None: new memory."""
         self.context = context
         self.form = form
-        padded_n, padded_k = _padded(n, k, form, is_gated)
+        padded_n, padded_k = padded(n, k, form, is_gated)
         self.num_outputs = n // 2 if is_gated else n
         self.rows = torch.empty((0, self.num_outputs))  # of logits
         self.following: tuple[NativeLinear, ...] = ()  # the layer's other matrices
@@ -206,7 +214,7 @@ class NativeLinear:
             form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation], bits=form.bits, offset=form.offset
         )
         self.address = ctypes.byref(self.struct)
-        self.parts = _empty_parts(form, padded_n, padded_k, has_bias=has_bias)
+        self.parts = _empty_parts(form, padded_n, padded_k, has_bias=has_bias) if parts is None else parts
         for name, part in self.parts.items():
             setattr(self.struct, name, part.data_ptr())
 
@@ -297,11 +305,12 @@ class NativeMlp:
 
 def _empty_parts(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, Tensor]:
     """The parts of a layer of this form, as kernels.h has them, with zeros inside."""
-    shapes = _part_shapes(form, padded_n, padded_k, has_bias=has_bias)
+    shapes = part_shapes(form, padded_n, padded_k, has_bias=has_bias)
     return {name: mapped_zeros(*shape) if name == "data" else torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
 
 
-def _part_shapes(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def part_shapes(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each part, by its name in kernels.h."""
     of_groups = (padded_n // PAIR, padded_k // form.group, PAIR)
     of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else of_groups
     by_groups, by_columns = form.kind in BY_GROUPS, form.kind in BY_COLUMNS
@@ -320,7 +329,7 @@ def _part_shapes(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) ->
     return {name: (shape, dtype) for name, (is_there, shape, dtype) in wanted.items() if is_there}
 
 
-def _padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:
+def padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:
     """Outputs and inputs with what fills their last tiles."""
     return PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR), _round_up(k, form.unit)
 
