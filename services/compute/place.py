@@ -155,12 +155,12 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
     return Decoder(own, weights, backend, cut, place.stage, config)
 
 
-def load_sharded(group: Messages, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
-    """A model whose weights the ranks of a group keep: rank 0's, which computes, or another's, which has
-    no layers and sends its parts. Raises StartupError."""
+def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+    """Rank 0's whole model, of which others keep parts; or another rank's, which has no layers and sends
+    what it keeps. Raises StartupError."""
     if config.moe is not None:
         raise StartupError("--shard-weights: a mixture of experts is not sent layer by layer; without it, --tensor-parallel-size divides the experts")
-    share, context = Share(group.rank(), group.size()), context_of(backend)
+    share, context = Share(shards.rank(), shards.size()), context_of(backend)
     is_first = share.rank == 0
     assert context is not None
     portion = Portion(share, range(config.num_layers), has_embedding=is_first, has_head=is_first, is_head_whole=True)
@@ -169,12 +169,12 @@ def load_sharded(group: Messages, location: Path, config: ModelConfig, backend: 
         kept = []
         while parts.layers:  # each is freed when its bytes have moved
             kept.append(move_out(linears_to_keep(parts.layers.pop(0), config)))
-        send_bytes(group, encode(Kept(tuple(outline for outline, _ in kept))))
+        send_bytes(shards, encode(Kept(tuple(outline for outline, _ in kept))))
         nothing = ModelWeights(ELSEWHERE, [], parts.norm, ELSEWHERE)
-        return Decoder(config_of_rank(config, share, range(0)), nothing, backend, shards=Sender(group, [held for _, held in kept]))
+        return Decoder(config_of_rank(config, share, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept]))
     assert parts.embedding is not None and parts.lm_head is not None
-    outlines = [decode(receive_bytes(group, rank)).layers for rank in range(1, share.size)]
-    receiver = Receiver(group, [[each.num_bytes for each in of_layers] for of_layers in outlines])
+    outlines = [decode(receive_bytes(shards, rank)).layers for rank in range(1, share.size)]
+    receiver = Receiver(shards, [[each.num_bytes for each in of_layers] for of_layers in outlines])
     layers = []
     for number, own in enumerate(parts.layers):
         memory = receiver.memory[number % 2]

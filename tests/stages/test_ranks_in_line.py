@@ -118,6 +118,14 @@ def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any]) -> None:
         assert answers(line) == expected
 
 
+@pytest.mark.parametrize(("size", "options"), [(2, {}), *(pytest.param(*case, marks=pytest.mark.more) for case in [(3, {}), (2, {"speculate": "self"})])])
+def test_ranks_that_keep_the_weights(redis_url: str, expected: dict[str, Any], size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with grouped_line(redis_url, tensor_parallel_size=size, shard_weights=True, **options) as line:
+        assert answers(line) == expected
+        crowd(line, monkeypatch)
+        assert answers(line) == expected
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("speculate", ["off", "self"])
 def test_stages_of_ranks(redis_url: str, expected: dict[str, Any], speculate: str) -> None:
