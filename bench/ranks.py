@@ -1,5 +1,5 @@
 """What do ranks cost on one host? Decode and prefill of one process of two threads, beside groups of two ranks of one thread each: ranks that divide every
-layer and share memory, the same over gloo (as between hosts), and two stages.
+layer and share memory, the same over gloo (as between hosts), two stages, and a rank that keeps half of each layer for the other, which has both threads.
 
 Method: each way is a process of its own with its group, which loads once, waits, and measures a case when it is told to; ways take turns within a round, so
 that what else the machine does meets all. Medians of the ratios within a round count. Decode is 128 in and 64 out, prefill 512 tokens at once. Memory is what
@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2, "num_threads": 1},
     "gloo": {"tensor_parallel_size": 2, "num_threads": 1, "master": MASTER, "rank": 0},
     "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
+    "sharded": {"tensor_parallel_size": 2, "shard_weights": True, "num_threads": 2},
 }
 CASES = {"decode of 1": (1, 128, 64), "decode of 8": (8, 128, 64), "decode of 32": (32, 128, 64), "prefill": (1, 512, 1)}
 

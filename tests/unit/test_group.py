@@ -91,6 +91,8 @@ def test_the_protocol_follows_the_fields_of_all_that_is_sent() -> None:
         ("--master a:1 --pipeline-parallel-size 2", "--master needs --rank: this process's place, from 0 to 1"),
         ("--master a:1 --tensor-parallel-size 2 --pipeline-parallel-size 2 --rank 4", "--rank 4: the 4 ranks of the group are 0 to 3"),
         ("--master a --tensor-parallel-size 2 --rank 0", "--master takes HOST:PORT, as in 10.0.0.7:29400, not 'a'"),
+        ("--shard-weights", "--shard-weights needs --tensor-parallel-size of 2 or more: the ranks that keep the weights"),
+        ("--shard-weights --tensor-parallel-size 2 --pipeline-parallel-size 2", "--shard-weights: rank 0 computes alone, so there are no"),
         ("--tensor-parallel-size 0", "--tensor-parallel-size: Input should be greater than or equal to 1, got '0'"),
     ],
 )
