@@ -29,6 +29,7 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_parts
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.model.files import DEMO_MODEL, open_model
+from shared.model.gguf.parts import read_model
 from shared.process.errors import StartupError
 from tests.examples import examples
 from tests.kernels.backends import CPU, native_backend
@@ -129,6 +130,19 @@ def test_rows_of_every_type_of_gguf(kind: Kind, folder: Path, data: st.DataObjec
         check_rows(source.matrix(layer, (n, hidden)), source.matrix(layer, (n, hidden), rows), rows)
     shape, rows = (WIDE["vocab_size"], hidden), data.draw(ranges_of(WIDE["vocab_size"]))
     check_rows(source.tied_head(None, shape), source.tied_head(None, shape, rows), rows)
+
+
+def test_all_of_a_ggufs_matrix_decides_its_form(tmp_path: Path) -> None:
+    """One row has a scale that float16 can't hold: a part without that row is as dense as the whole."""
+    path, n, hidden = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.MXFP4), WIDE["intermediate_size"], WIDE["hidden_size"]
+    with path.open("r+b") as file:
+        info = read_model(path).tensors["blk.0.ffn_up.weight"]
+        file.seek(info.offset + (n - 1) * info.size_bytes // n)
+        file.write(bytes([254, 1]))  # an exponent, and codes
+    source = GgufSource(path, torch.bfloat16, CPU)
+    for rows in ([range(n - 1)], [range(3), range(40, 50)]):
+        assert isinstance(source.matrix("model.layers.0.mlp.up_proj.", (n, hidden), rows), Dense)
+        assert not isinstance(source.matrix("model.layers.0.mlp.gate_proj.", (n, hidden), rows), Dense)
 
 
 def taken(matrix: Matrix, rows: Sequence[range]) -> Matrix:
