@@ -55,7 +55,7 @@ def numbers_of(rows: Sequence[range]) -> Tensor:
 
 
 def form_of(matrix: Matrix) -> str:
-    """What it is called, but for how many rows share an FP8 scale."""
+    """Its name, but for how many rows share an FP8 scale."""
     return f"FP8 by {matrix.group}" if isinstance(matrix, Float8) else str(matrix)
 
 
@@ -290,7 +290,7 @@ def test_ranks_have_all_of_a_gguf_file(tmp_path: Path) -> None:
 
 
 def bytes_of(parts: ModelParts) -> int:
-    """Of all packed layers."""
+    """The packed layers' bytes, in all."""
     total = 0
     for layer in parts.layers:
         assert isinstance(layer.mlp, MlpParts)
@@ -302,7 +302,7 @@ def bytes_of(parts: ModelParts) -> int:
 
 @pytest.mark.parametrize("quantization", ["none", "w4"])
 def test_a_rank_has_its_part_of_the_bytes(quantization: str, tmp_path: Path) -> None:
-    """Of a file that is dense, and of a packed one."""
+    """The file is dense, or packed."""
     config = LlamaConfig(**WIDE | {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512})
     reference_model("wide", tmp_path / "dense", config=config)
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path / "dense")
