@@ -81,6 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layers")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
 @examples(20)
@@ -268,6 +269,7 @@ def test_ranks_have_all_of_a_model_between_them(name: str, tmp_path: Path) -> No
     check_model(tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
 def test_ranks_have_all_of_a_quantized_model(quantization: str, tmp_path: Path) -> None:
     """Quantized while it is loaded, and packed before."""

@@ -2,7 +2,8 @@
 
 Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor
 is cast, packed and quantized as it is read, so the peak is the model in its final form plus the
-tensors of one layer. A rank's part of a layer is a layer of some of its outputs, and is made as the whole is.
+tensors of one layer. A rank's part of a layer is a layer of some of its outputs, and is made as
+the whole is.
 """
 
 from collections import Counter
