@@ -33,7 +33,7 @@ WHOLE = Share()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Portion:
     """Which of a model's weights a process has: a part of each of its stage's layers."""
 
     share: Share = WHOLE
@@ -42,4 +42,4 @@ class Place:
     has_head: bool = True
 
 
-EVERYTHING = Place()
+EVERYTHING = Portion()

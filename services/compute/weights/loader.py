@@ -21,8 +21,8 @@ from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
-from services.compute.parallel.parts import LayerParts, MixtureParts, MlpParts, ModelParts
-from services.compute.parallel.share import EVERYTHING, WHOLE, Place, Share
+from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.parallel.share import EVERYTHING, WHOLE, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -72,14 +72,14 @@ def load_parts(
     folder: Path,
     config: ModelConfig,
     backend: Backend,
-    place: Place,
+    portion: Portion,
     *,
     quantization: str = "none",
     group: int = 32,
     attention_output: bool = False,
     lm_head: bool = False,
 ) -> ModelParts:
-    """Load as much of the weights as a rank has in its place, as load_weights does."""
+    """Load as much of the weights as a rank has, as load_weights does."""
     if config.packed is not None:
         if quantization not in ("none", config.packed.quantization):
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
@@ -89,20 +89,20 @@ def load_parts(
         if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
-    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), place.share)
+    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion.share)
     try:
         if quantization != "none" or attention_output or lm_head:
             option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
             check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else option)
-        embedding = source.embedding((config.vocab_size, config.hidden_size)) if place.has_embedding else None
+        embedding = source.embedding((config.vocab_size, config.hidden_size)) if portion.has_embedding else None
         parts = []
-        for number in range(config.num_layers) if place.layers is None else place.layers:
+        for number in range(config.num_layers) if portion.layers is None else portion.layers:
             parts.append(loader.parts(number))
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=loader.head_part(embedding) if place.has_head else None)
+        found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=loader.head_part(embedding) if portion.has_head else None)
         # the first rank has a part of everything
-        source.report(place.layers if place.share.rank == 0 else range(0))
+        source.report(portion.layers if portion.share.rank == 0 else range(0))
         loader.report()
         return found
     finally:
@@ -120,7 +120,8 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
     if parts.mlp.shared is not None:
         assert parts.mlp.shared_gate is not None
         shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
-    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, moe.num_active, moe.has_normalized_weights, shared)
+    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
+    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, moe.num_active, moe.has_normalized_weights, shared, grouped)
     return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
 
 

@@ -260,22 +260,25 @@ class NativeLinear:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
-        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None)
+        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None, 0)
         return out
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
         """Compute the same in float32, as the sampler wants it, in memory that the next call writes
         again: fresh pages would take the system longer than the kernel takes to fill them."""
         rows = x.shape[0]
-        if rows > len(self.rows):
+        if out is None and rows > len(self.rows):
             self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)
-        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, self.rows.data_ptr())
-        return self.rows[:rows]
+        to = self.rows[:rows] if out is None else out
+        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, to.data_ptr(), to.stride(0))
+        return to
 
 
 class NativeMlp:
     """down(activation(gate) * up) as one call, with the norm before it and the residual after
     it."""
+
+    is_recordable = True
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         self.gate_up = gate_up

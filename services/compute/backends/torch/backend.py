@@ -15,6 +15,7 @@ from services.compute.backends.torch.reference import Scores, kv_row_size, quant
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.host_memory import mapped_zeros
+from services.compute.parallel.ranks import Cut
 from shared.process.errors import StartupError
 
 
@@ -59,10 +60,13 @@ class TorchBackend:
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
+        return None
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
         return TorchAttention(heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> None:  # noqa: ARG002
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> None:  # noqa: ARG002
         return None
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
@@ -80,5 +84,5 @@ class TorchBackend:
     def workspace(self, step: LargestStep) -> Workspace:
         """Inputs and outputs of the layer that has most, and once more in float32, as norms,
         activations and logits are computed."""
-        sizes = [(linear, step.num_tokens) for linear in step.linears] + [(step.head, step.num_logits)]
+        sizes = [*((linear, step.num_tokens) for linear in step.linears), (step.head, step.num_logits)]
         return Workspace(max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear)), 0)
