@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from services.compute.backends.choose import choose_backend
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.architectures import read_config
-from services.compute.parallel.share import Place, Share
+from services.compute.parallel.share import Portion, Share
 from services.compute.tools.make_model import SHAPES, Shape, config_json, tensor_sizes
 from services.compute.weights.loader import load_parts
 
@@ -106,7 +106,7 @@ def load(folder: Path, share: Share) -> None:
     """The child: loads its part, and prints what it had before, what it has then, and the seconds."""
     config = read_config(json.loads((folder / "config.json").read_text()))
     before, started = anonymous_bytes("self"), time.perf_counter()
-    weights = load_parts(folder, config, choose_backend(torch.bfloat16, torch.device("cpu")), Place(share, has_embedding=share.rank == 0))
+    weights = load_parts(folder, config, choose_backend(torch.bfloat16, torch.device("cpu")), Portion(share, has_embedding=share.rank == 0))
     seconds = time.perf_counter() - started
     give_back_free_memory()
     print(json.dumps({"before": before, "after": anonymous_bytes("self"), "seconds": seconds, "layers": len(weights.layers)}))
@@ -117,7 +117,7 @@ def measure(folder: Path, share: Share) -> tuple[float, int, int]:
     with (folder / "model.safetensors").open("rb") as file:
         while file.read(1 << 24):
             continue
-    command = [sys.executable, "-m", "bench.loading", "--child", str(folder), "--place", str(share.rank), str(share.size)]
+    command = [sys.executable, "-m", "bench.loading", "--child", str(folder), "--share", str(share.rank), str(share.size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         peak = 0
         while child.poll() is None:
@@ -136,10 +136,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="how many share the model (tensor parallelism)")
     parser.add_argument("--runs", type=int, default=1, help="loads of each rank, of which the median counts")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--place", type=int, nargs=2, default=[0, 1], help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, default=[0, 1], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        load(args.child, Share(*args.place))
+        load(args.child, Share(*args.share))
         return
     shares = [Share(), *(Share(rank, args.ranks) for rank in range(args.ranks) if args.ranks > 1)]
     with tempfile.TemporaryDirectory() as temporary:

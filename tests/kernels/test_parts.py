@@ -22,8 +22,8 @@ from services.compute.backends.torch.reference import quantize_weight
 from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.moe import Expert
-from services.compute.parallel.parts import LayerParts, MixtureParts, MlpParts, ModelParts
-from services.compute.parallel.share import Place, Share
+from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.parallel.share import Portion, Share
 from services.compute.tools.quantize import quantize
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_parts
@@ -251,9 +251,9 @@ def check_model(location: Path, *, quantization: str = "none") -> None:
     """Two ranks, and more of them than there are KV heads."""
     found = open_model(str(location)).config if location.is_file() else json.loads((location / "config.json").read_text())
     config, backend = read_config(found), native_backend()
-    whole = load_parts(location, config, backend, Place(), quantization=quantization)
+    whole = load_parts(location, config, backend, Portion(), quantization=quantization)
     for size in (2, 5):
-        ranks = [load_parts(location, config, backend, Place(Share(rank, size), has_embedding=rank == 0), quantization=quantization) for rank in range(size)]
+        ranks = [load_parts(location, config, backend, Portion(Share(rank, size), has_embedding=rank == 0), quantization=quantization) for rank in range(size)]
         assert [each.embedding is None for each in ranks] == [False] + [True] * (size - 1)
         assert all(torch.equal(each.norm, whole.norm) for each in ranks)
         for layer, parts in zip(whole.layers, zip(*(each.layers for each in ranks), strict=True), strict=True):
@@ -312,15 +312,15 @@ def test_a_rank_has_its_part_of_the_bytes(quantization: str, tmp_path: Path) -> 
         quantize(str(tmp_path / "dense"), tmp_path / "packed", Packed(quantization, 32))
     folder = tmp_path / ("dense" if quantization == "none" else "packed")
     found, backend = read_config(json.loads((folder / "config.json").read_text())), native_backend()
-    whole = bytes_of(load_parts(folder, found, backend, Place()))
+    whole = bytes_of(load_parts(folder, found, backend, Portion()))
     for size in (2, 4):
-        assert [bytes_of(load_parts(folder, found, backend, Place(Share(rank, size)))) for rank in range(size)] == [whole // size] * size
+        assert [bytes_of(load_parts(folder, found, backend, Portion(Share(rank, size)))) for rank in range(size)] == [whole // size] * size
 
 
 def test_a_stage_has_its_layers_alone() -> None:
     config, backend = read_config(open_model("demo").config), native_backend()
-    whole = load_parts(DEMO_MODEL, config, backend, Place())
-    last = load_parts(DEMO_MODEL, config, backend, Place(layers=range(1, config.num_layers), has_embedding=False, has_head=False))
+    whole = load_parts(DEMO_MODEL, config, backend, Portion())
+    last = load_parts(DEMO_MODEL, config, backend, Portion(layers=range(1, config.num_layers), has_embedding=False, has_head=False))
     assert last.embedding is None and last.lm_head is None and len(last.layers) == config.num_layers - 1
     for expected, found in zip(whole.layers[1:], last.layers, strict=True):
         check_layer(config, expected, [found])
@@ -330,10 +330,10 @@ def test_a_stage_of_a_gguf_file_asks_for_no_other_layers(tmp_path: Path) -> None
     """And still refuses a tensor of its own that nobody knows."""
     path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.Q8_0)
     config, backend = read_config(open_model(str(path)).config), native_backend()
-    stage = Place(layers=range(1), has_embedding=False, has_head=False)
+    stage = Portion(layers=range(1), has_embedding=False, has_head=False)
     assert len(load_parts(path, config, backend, stage).layers) == 1
     without_norms = replace(config, has_pre_norms=False)
-    for place in (stage, replace(stage, share=Share(0, 2))):
+    for portion in (stage, replace(stage, share=Share(0, 2))):
         with pytest.raises(StartupError, match=r"blk.0.attn_norm.weight and 1 more are of no layer that is known here"):
-            load_parts(path, without_norms, backend, place)
+            load_parts(path, without_norms, backend, portion)
     assert len(load_parts(path, without_norms, backend, replace(stage, share=Share(1, 2))).layers) == 1
