@@ -17,6 +17,7 @@ from shared.process.errors import Invalid, PenstockError, StartupError
 from shared.process.settings import ComputeSettings
 
 CLOSE_S = 5.0  # for the others, to end when the group is closed
+BUSY_S = 0.0005  # that a rank stays awake for the next command: while requests run it comes sooner
 
 
 class End:
@@ -66,9 +67,9 @@ class End:
         except OSError as error:
             self._watch.await_end(peer, error)
 
-    def _receive(self, peer: Peer) -> Any:
+    def _receive(self, peer: Peer, busy_s: float = 0.0) -> Any:
         try:
-            return peer.channel.receive()
+            return peer.channel.receive(busy_s)
         except (EOFError, OSError, Invalid) as error:
             self._watch.await_end(peer, error)
 
@@ -134,7 +135,7 @@ class Member(End):
         """The head's commands, until it closes the group. One that is not carried out within
         step_timeout_s, when the next is asked for, ends the group."""
         self._watch.step_timeout_s = step_timeout_s
-        while not isinstance(command := self._receive(self._head), Close):
+        while not isinstance(command := self._receive(self._head, BUSY_S), Close):
             self._watch.busy = time.monotonic(), type(command).__name__
             yield command
             self._watch.busy = None
