@@ -38,7 +38,7 @@ class Watch(threading.Thread):
         self.timeout_s = timeout_s
         self.busy: tuple[float, str] | None = None  # monotonic, s: since when the main thread carries a command out, and its name
         self.step_timeout_s: float | None = None  # how long that may take
-        self._is_stopped = False
+        self._is_ended = False
         self._stops_at: float | None = None  # monotonic, s: it has been told to stop, and waits for the head until then
         self._lock = threading.Lock()  # a watch that was stopped ends no process
         self._wakes, self._wake = socket.socketpair()
@@ -56,7 +56,7 @@ class Watch(threading.Thread):
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         beat_at = looked_at = time.monotonic()
-        while not self._is_stopped:
+        while not self._is_ended:
             now = time.monotonic()
             if now - looked_at > BEAT_S + self.timeout_s / 2:  # this process was stopped: it has not read what the others said
                 for peer in self.peers:
@@ -121,9 +121,9 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """From now on a peer may end. Safe to call twice."""
         with self._lock:
-            if self._is_stopped:
+            if self._is_ended:
                 return
-            self._is_stopped = True
+            self._is_ended = True
         self._wake.send(b"\0")
         if self.is_alive():
             self.join()
@@ -133,7 +133,7 @@ class Watch(threading.Thread):
     def _end(self, reason: str, code: int = 1, of: Peer | None = None) -> None:
         """of: the peer that gave the reason."""
         with self._lock:
-            if self._is_stopped:
+            if self._is_ended:
                 return
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)
