@@ -325,6 +325,13 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_can_not_be_run_is_said(tmp_path: Path) -> None:
-    code = "from services.compute.group.launch import *; open_group(ComputeSettings(tensor_parallel_size=2), ['false'])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr.splitlines()
-    assert re.search(r"StartupError: rank 1 of 2 \(pid \d+\) died while it started: exit code 1$", said[-1])
+    begin = "from services.compute.group.launch import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
+    for command, code, line in (
+        ("['sh', '-c', 'exit 2']", 2, r"penstock: rank 1 of 2 \(pid \d+\) died while it started: exit code 2"),
+        ("['sh', '-c', 'kill -9 $$']", 1, r"the group ends reason='rank 1 of 2 \(pid \d+\) died while it started: signal 9 \(SIGKILL\)'"),
+        ("['/nowhere']", 2, r"penstock: rank 1 of 2 can't be started: .*No such file or directory.*"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", f"{begin} run_stage(lambda: open_group(settings, {command}))"], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == code and re.fullmatch(line, ended.stderr.strip()), ended.stderr
