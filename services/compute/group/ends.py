@@ -42,7 +42,7 @@ class End:
             return self._end()
         self._watch.stop()
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
-        self._watch.tell("fails", reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
+        self._watch.part(reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
         self._end()
         if isinstance(error, StartupError) and self.peers[0].is_parent:
             sys.exit(STARTUP_ERROR)  # the head says it, to the same terminal
