@@ -106,6 +106,7 @@ def kill_while_asleep(head: Rank) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Rank], None], str]] = {
     "a rank is killed": (kill(signal.SIGKILL, 1), r"reason='rank 1 of 3 \(pid \d+\) died: signal 9 \(SIGKILL\)'"),
+    "a rank makes a mistake": (lambda head: head.say("break"), r"the group ends reason=\"rank 1 of 3 \(pid \d+\): RuntimeError\('a mistake'\)\""),
     "rank 0 is killed": (kill(signal.SIGKILL, 0), ""),
     "a rank is stopped": (kill(signal.SIGSTOP, 2), r"reason='rank 2 of 3 \(pid \d+\) has been silent for \d\.\d s: it is stopped, or cut off"),
     "a rank's step hangs": (lambda head: head.say("hang"), r"reason='rank 1 of 3 \(pid \d+\): its RunStep takes longer than --step-timeout-s 0.5'"),
@@ -114,7 +115,7 @@ FAULTS: dict[str, tuple[Callable[[Rank], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_path: Path) -> None:
     fault, line = FAULTS[name]
@@ -131,6 +132,7 @@ def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_p
         assert head.ends() == (-9 if name == "rank 0 is killed" else 1)
         found = [each for each in head.lines() if re.search(line, each)]
         assert len(found) == 1 or not line, head.lines()
+        assert (head.lines().count("RuntimeError: a mistake") == 1) == (name == "a rank makes a mistake"), "its traceback is written"
 
 
 @pytest.mark.parametrize(

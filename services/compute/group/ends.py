@@ -104,6 +104,7 @@ class Group(End):
         deadline = time.monotonic() + CLOSE_S
         for peer in self.peers:
             with suppress(OSError):
+                peer.channel.connection.settimeout(CLOSE_S)
                 peer.channel.send(Close())
         for peer in self.peers:
             with suppress(EOFError, OSError, Invalid, subprocess.TimeoutExpired):
@@ -111,7 +112,8 @@ class Group(End):
                     peer.process.wait(max(0.0, deadline - time.monotonic()))
                 else:
                     peer.channel.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                    peer.channel.receive()
+                    while peer.channel.receive():  # answers that nobody asked for, up to the end
+                        pass
         self._end()
 
 
