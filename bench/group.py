@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=100, help="blocks of each, of 16 tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
-    step = RunStep(make_batch(args.rows, args.blocks))
+    step = RunStep(0, make_batch(args.rows, args.blocks))
     packed, pickled = encode(step), pickle.dumps(step, 5)
     assert decode(packed) == pickle.loads(pickled) == step
     pair, tcp = start_rank(*socket.socketpair()), start_rank(*tcp_pair())

@@ -193,8 +193,10 @@ class EngineSettings(GroupSettings):
     )
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
-    max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
-    max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
+    max_num_seqs: int | None = Field(None, gt=0, description="sequences in one step; by default 256 on a GPU, 64 on a CPU")
+    max_batched_tokens: int | None = Field(
+        None, gt=0, description="tokens in one step: longer prompts are computed in chunks; by default 2048 on a GPU, 512 on a CPU"
+    )
     target_itl_ms: float | None = Field(
         None, gt=0, description="target of the time between tokens: chunks of prompts are cut to meet it, where that is possible"
     )

@@ -42,12 +42,12 @@ def lead(group: Group) -> None:
     for line in sys.stdin:
         match line.strip():
             case "step":
-                group.send(RunStep(STEP))
+                group.send(RunStep(0, STEP))
                 print("stepped", *(group.receive(peer.rank).arithmetic for peer in group.peers), flush=True)
             case "hang":
-                group.send(RunStep(HANG))
+                group.send(RunStep(0, HANG))
             case "break":
-                group.send(RunStep(BREAK))
+                group.send(RunStep(0, BREAK))
             case "sleep":
                 ctypes.CDLL(None).sleep(600)
             case "close":
@@ -58,15 +58,15 @@ def lead(group: Group) -> None:
 def follow(member: Member) -> None:
     member.identify(loaded(member.rank))
     for command in member.commands(STEP_TIMEOUT_S):
-        if command == RunStep(HANG):
+        if command == RunStep(0, HANG):
             if member.rank == 1:
                 ctypes.CDLL(None).sleep(600)
             continue
-        if command == RunStep(BREAK):
+        if command == RunStep(0, BREAK):
             if member.rank == 1:
                 raise RuntimeError("a mistake")
             continue
-        assert command == RunStep(STEP)
+        assert command == RunStep(0, STEP)
         word = b"nothing"
         if member.memory_fd is not None:
             with mmap.mmap(member.memory_fd, 4096) as memory:

@@ -21,9 +21,41 @@ from shared.process.errors import Invalid
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run one step up to the head."""
+    """Run one step of a model up to the head. model: its number among the replica's."""
 
+    model: int
     batch: ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """Compute logits of rows that rank 0 hands over; is_normed: behind the model's last norm."""
+
+    model: int
+    num_rows: int
+    is_normed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where torch.distributed meets."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFor:
+    """How many blocks of the KV cache fit into a rank's memory."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """How many blocks the KV cache has on all ranks."""
+
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +79,7 @@ class Accepted:
 
 # all that may be sent. Fields may be msgpack's own values, ranges, named tuples, dataclasses, and
 # tuples of any length or optional ones of these
-COMMANDS: tuple[type, ...] = (RunStep, Close, Loaded, Accepted)
+COMMANDS: tuple[type, ...] = (RunStep, RunHead, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize)
 
 
 def encode(message: Any) -> bytes:

@@ -142,6 +142,10 @@ class Member(End):
             self._watch.busy = None
         self._end()
 
+    def hear(self) -> Any:
+        """Wait for the head's next message while loading."""
+        return self._receive(self._head)
+
     def answer(self, message: Any) -> None:
         """Send the head a dataclass of commands.py."""
         self._send(self._head, encode(message))
