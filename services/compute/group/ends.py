@@ -43,7 +43,7 @@ class End:
             return self._end()
         self._watch.stop()
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
-        self._watch.tell("fails", reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
+        self._watch.part(reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
         self._end()
         if isinstance(error, StartupError) and self.peers[0].is_parent:
             sys.exit(STARTUP_ERROR)  # the head says it, to the same terminal
@@ -105,6 +105,7 @@ class Group(End):
         deadline = time.monotonic() + CLOSE_S
         for peer in self.peers:
             with suppress(OSError):
+                peer.channel.connection.settimeout(CLOSE_S)
                 peer.channel.send(Close())
         for peer in self.peers:
             with suppress(EOFError, OSError, Invalid, subprocess.TimeoutExpired):
@@ -112,7 +113,8 @@ class Group(End):
                     peer.process.wait(max(0.0, deadline - time.monotonic()))
                 else:
                     peer.channel.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                    peer.channel.receive()
+                    while peer.channel.receive():  # answers that nobody asked for, up to the end
+                        pass
         self._end()
 
 
