@@ -227,6 +227,12 @@ class RunningSearch(Protocol):
 class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
 
+    def ban(self, logits: Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        """Add minus infinity to the logits that masks leave out, in place: a NaN stays one, so that its
+        row still fails. rows: [n] int64; masks: of each, [whole words of 32 bits] uint8, bit i of byte b
+        for token 8 b + i. Does not wait for the device."""
+        ...
+
     def start(self, logits: Tensor, wanted: SearchRequest) -> RunningSearch:
         """Begin the search, and do not wait for the device. The logits stay as they are until it is
         read."""

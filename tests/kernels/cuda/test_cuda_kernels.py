@@ -3,6 +3,7 @@
 `make verify SUITE=cuda-kernels` has more cases, and prints the errors.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,9 +22,11 @@ from services.compute.backends.cuda import attention as attention_module
 from services.compute.backends.cuda import search as search_module
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import CudaLinear, read_table
+from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.attention import Heads
 from services.compute.backends.torch.reference import NF4_TABLE, Scores
+from services.compute.backends.torch.row_search import ban
 from shared.process.errors import StartupError
 from tests.kernels.backends import CPU
 
@@ -104,6 +107,18 @@ def test_the_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "PART", 64)
     monkeypatch.setattr(search_module, "BLOCK", 32)
     assert has_held(check_draws(CudaBackend(BFLOAT16, CPU), 9, 250))
+
+
+def test_masks_of_several_rows() -> None:
+    """As the host applies them; a NaN stays one, and other rows stay as they are."""
+    masks = [np.random.default_rng(seed).integers(0, 256, 160, np.uint8) for seed in range(2)]
+    logits = torch.randn(3, 1260, generator=torch.Generator().manual_seed(1))
+    logits[2, :9], logits[0, 5] = torch.nan, -0.0
+    expected, rows = logits.clone(), np.array([2, 0])
+    ban(expected, rows, masks)
+    CudaRowSearch().ban(logits, rows, masks)
+    assert torch.equal(logits.nan_to_num(7.0), expected.nan_to_num(7.0)) and torch.equal(logits.isnan(), expected.isnan())
+    assert (logits == -torch.inf).sum() > 900
 
 
 def test_finishing_logits() -> None:
