@@ -144,6 +144,8 @@ class CudaBackend:
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
                 linear(x, norm=torch.ones_like(x[0]), eps=1e-6)
+        # an expert's tile follows from the tokens that it gets in the mean: fourfold steps meet each
+        for num_tokens in (step.num_tokens, *(4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens)):
             for mlp in mlps.values():
                 x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)
