@@ -27,7 +27,8 @@ from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
-from shared.process.settings import ComputeSettings, SamplerSettings, StageSettings, TokenizerSettings
+from shared.process.settings import ComputeSettings, SamplerSettings, TokenizerSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire import line
 from shared.wire.entries import append_to_group
 from shared.wire.messages import GenerateRequest

@@ -23,6 +23,7 @@ from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
+from services.compute.parallel.ranks import Cut
 from shared.model.arrays import Array
 from shared.model.decision import Draws
 from shared.model.sampling_params import SamplingParams
@@ -35,9 +36,9 @@ class Linear(Protocol):
         """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
         ...
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """Compute the same in float32, for the last layer or a router. The result is good until the
-        next call."""
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        """Compute the same in float32, for the last layer or a router. out: columns of a matrix, to
+        which it is written; else the result is good until the next call."""
         ...
 
 
@@ -80,6 +81,11 @@ class GroupedExperts(Protocol):
 
 
 class Attention(Protocol):
+    @property
+    def finds_slots(self) -> bool:
+        """Whether `plan` needs no slots: it finds them from the block tables."""
+        ...
+
     def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
         """Prepare the layers' calls for a step. Good until the next plan."""
         ...
@@ -117,7 +123,7 @@ class Norms:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     norms: Norms
-    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim
+    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim; ELSEWHERE: this rank has no heads
     output: Linear  # from heads * head_dim
     mlp: Mlp
     sinks: Tensor | None = None  # attention's, [heads] float32
@@ -128,6 +134,7 @@ class Wiring:
     """How a decoder's layers are put together: the same for all, but for the lists, which have an
     entry for each."""
 
+    hidden_size: int
     eps: float
     residual_multiplier: float
     has_post_norms: bool
@@ -259,7 +266,7 @@ class LargestStep:
 
     linears: list[Linear]  # that get all of its tokens
     mlps: list[Mlp]  # which they are parts of, in part
-    head: Linear  # that gets num_logits of them
+    head: Linear | None  # that gets num_logits of them; None: it is elsewhere
     attention: Attention
     stack: Stack | None
     num_tokens: int
@@ -327,9 +334,12 @@ class Backend(Protocol):
         """
         ...
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> Linear:
-        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of
-        another layer, StartupError where nothing reads them."""
+    def restore_linear(
+        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+    ) -> Linear:
+        """A layer of a checkpoint that `penstock quantize` packed, or some of its outputs. parts: of the
+        whole layer, as n and k are. Raises ValueError for parts of another layer, StartupError where
+        nothing reads them."""
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
@@ -346,9 +356,9 @@ class Backend(Protocol):
         """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none."""
         ...
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> Stack | None:
         """Make one call of these layers; None: they have to be called one by one. attention: of
-        make_attention."""
+        make_attention; cut: of layers that are a rank's part."""
         ...
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
