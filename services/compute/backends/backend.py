@@ -63,20 +63,9 @@ class GroupedExperts(Protocol):
     """A mixture's experts, or a range of them, in launches that take all: the host need not know how
     many rows each gets. Numbers of experts are those of the whole mixture."""
 
-    def choose(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and their weights: models/moe.py's choose_experts; equal logits by
-        rising number. logits: [T, experts] float32, of a `Linear.logits`."""
-        ...
-
     def run(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row's results of its experts, [T, num_active, hidden]. x: [T, hidden]; chosen: [T,
         num_active] int64. Results of experts that are not in the range are not written."""
-        ...
-
-    def add(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
-        """The weighted sum of the results, in float32, the first expert's first; with has_residual, x is
-        added. shared: another expert's results, [T, hidden], and the scores whose sigmoid they are
-        weighted by, [T, 1] float32. Returns [T, hidden]."""
         ...
 
 
@@ -168,6 +157,22 @@ class RowMath(Protocol):
 
     def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
         """x + multiplier * norm(h), x and h [T, hidden]. Returns [T, hidden]."""
+        ...
+
+    def choose_experts(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+        """The experts of each row, the highest first, and their weights. logits: [T, experts] float32, of
+        a `Linear.logits`. Returns [T, num_active] int64 and float32.
+
+        The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024,
+        section 2.1, chooses first: after normalization that is the same). The sum has a fixed order.
+        """
+        ...
+
+    def add_experts(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+        """The weighted sum of experts' results, in float32, a row's first expert's first; with
+        has_residual, x is added. results: [T, num_active, hidden]; weights: [T, num_active] float32;
+        shared: the results of the expert that all rows have, [T, hidden], and the scores whose sigmoid
+        they are weighted by, [T, 1] float32. Returns [T, hidden]."""
         ...
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:

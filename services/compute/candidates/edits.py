@@ -113,7 +113,7 @@ def edit_on_device(logits: torch.Tensor, edits: Mapping[int, TokenEdits]) -> Non
     all_places = to_device(np.concatenate([token_ids + row * vocab_size for row, token_ids, _ in parts]), logits.device)
     all_amounts = to_device(np.concatenate([np.broadcast_to(each, token_ids.shape) for _, token_ids, each in parts]), logits.device)
     sizes = [sum(len(token_ids) for _, token_ids, _ in of_kind) for of_kind in of_kinds]
-    for kind, places, amounts in zip(Kind, all_places.split(sizes), all_amounts.split(sizes), strict=True):
+    for kind, places, amounts in zip(Kind, torch.split(all_places, sizes), torch.split(all_amounts, sizes), strict=True):
         if kind == Kind.BANNED:
             flat.index_fill_(0, places, -torch.inf)
         elif len(places):

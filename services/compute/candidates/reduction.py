@@ -230,8 +230,8 @@ def apply_chains(logits: torch.Tensor, edited: dict[int, EditedRow], search: Row
         for row, logsumexp in zip(scored.tolist(), (largest + np.log(masses)).tolist(), strict=True):
             edited[row].logsumexp = logsumexp
     for row, (_, temperature) in found.items():
-        chain = edited[row].params.chain
-        edited[row].temperature = temperature if chain is not None and chain.dynatemp_range else REQUESTS_OWN
+        own = edited[row].params.chain
+        edited[row].temperature = temperature if own is not None and own.dynatemp_range else REQUESTS_OWN
         edited[row].params = replace(edited[row].params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     if found:
         search.ban(logits, np.array(list(found), np.int64), [bits_of(np.flatnonzero(~dropped), logits.shape[1]) for dropped, _ in found.values()])

@@ -147,8 +147,8 @@ def launch_experts(backend: CudaBackend, quantization: str) -> None:
     assert experts is not None
     for rows in (1, 64, 512):
         x = torch.zeros(rows, 2048, dtype=backend.dtype)
-        chosen, weights = experts.choose(torch.zeros(rows, 2), 2, has_normalized_weights=True)
-        experts.add(x, experts.run(x, chosen), weights, shared=(x, weights[:, :1]), has_residual=True)
+        chosen, weights = backend.row_math.choose_experts(torch.zeros(rows, 2), 2, has_normalized_weights=True)
+        backend.row_math.add_experts(x, experts.run(x, chosen), weights, shared=(x, weights[:, :1]), has_residual=True)
 
 
 def launch_finish(layer: CudaLinear) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.compute.backends.cuda.kernels import experts as kernels
 from services.compute.backends.cuda.linear import CudaLinear, Form, Tile, choose_tile
-from services.compute.backends.cuda.row_math import QuantizedRows, warps_of
+from services.compute.backends.cuda.row_math import QuantizedRows
 
-AT_ONCE = 1024  # pairs that a program reads at a time, columns that one adds up
+AT_ONCE = 1024  # pairs that a program reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,6 @@ class CudaExperts:
         self.num_experts = num_experts
         self.first = first
 
-    def choose(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-        num_rows, num_experts = logits.shape
-        chosen = torch.empty((num_rows, num_active), dtype=torch.int64, device=logits.device)
-        weights = torch.empty((num_rows, num_active), dtype=torch.float32, device=logits.device)
-        block = triton.next_power_of_2(num_experts)
-        if num_rows:
-            kernels.choose_experts[(num_rows,)](
-                logits, chosen, weights, num_experts, num_active, IS_NORMALIZED=has_normalized_weights, BLOCK=block,
-                KEPT=triton.next_power_of_2(num_active), num_warps=warps_of(block), enable_fp_fusion=False,
-            )  # fmt: skip
-        return chosen, weights
-
     def run(self, x: Tensor, chosen: Tensor) -> Tensor:
         num_active, num_pairs = chosen.shape[1], chosen.numel()
         if num_pairs == 0:
@@ -97,21 +85,11 @@ class CudaExperts:
         out = self.down.multiply(self.down.layer.prepare(h, None, 0.0), groups[second.rows], second, 1)
         return out.view(*chosen.shape, -1)
 
-    def add(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
-        num_rows, hidden = x.shape
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if num_rows:
-            kernels.add_experts[(num_rows, triton.cdiv(hidden, AT_ONCE))](
-                x.contiguous(), results, weights, *(shared or (None, None)), out, weights.shape[1], hidden, HAS_RESIDUAL=has_residual, BLOCK=AT_ONCE,
-                enable_fp_fusion=False,
-            )  # fmt: skip
-        return out
-
     def _group(self, chosen: Tensor, rows: int) -> PairGroups:
         num_pairs = chosen.numel()
         order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
         tiles = torch.empty((num_pairs // rows + self.num_held, 3), dtype=torch.int32, device=chosen.device)
-        kernels.group_pairs[(self.num_held,)](chosen, order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE)
+        kernels.group_pairs[(self.num_held,)](chosen.contiguous(), order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE)
         return PairGroups(order, tiles)
 
 
