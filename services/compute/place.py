@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from services.compute.backends.backend import Backend, RowSearch
-from services.compute.backends.choose import ranks_of_host
+from services.compute.backends.choose import has_same_columns, ranks_of_host
 from services.compute.backends.gathered import ELSEWHERE
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
@@ -25,6 +25,7 @@ from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.share import WHOLE, Portion, Share
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
+from shared.process.errors import StartupError
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings
 
@@ -64,6 +65,13 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
     StartupError where the backend's bits are not the same in a group."""
     if end is None:
         return ALONE
+    if settings.tensor_parallel_size > 1 and not has_same_columns(backend):
+        raise StartupError(
+            f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native kernels (penstock build-kernels): "
+            "the bits of torch's products depend on how many columns are computed"
+        )
+    if settings.kv_disk is not None:
+        raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu":
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)

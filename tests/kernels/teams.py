@@ -18,7 +18,7 @@ from services.compute.models.architectures import read_config
 from services.compute.parallel.ranks import GROUP_BYTES
 from services.compute.parallel.share import Share
 from services.compute.place import Place, carry_out, load_decoder, make_runner
-from shared.model.files import text_config
+from shared.model.files import ModelFiles, text_config
 from tests.kernels.backends import CPU
 
 BLOCK_SIZE = 16
@@ -27,8 +27,9 @@ BLOCK_SIZE = 16
 class Team:
     """`runner` is rank 0's. A context manager: the other ranks end with it."""
 
-    def __init__(self, location: Path, size: int, *, num_blocks: int = 256, kv_group: int = 0, max_model_len: int | None = None, **packing: Any) -> None:
-        config = read_config(text_config(json.loads((location / "config.json").read_text())), max_model_len)
+    def __init__(self, model: Path | ModelFiles, size: int, *, num_blocks: int = 256, kv_group: int = 0, **packing: Any) -> None:
+        location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
+        config = read_config(text_config(found))
         self.fd = os.memfd_create("team")
         self.commands: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size - 1)]
         self.errors: list[BaseException] = []

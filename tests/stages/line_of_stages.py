@@ -109,6 +109,7 @@ class LineOfStages:
     redis_url: str
     urls: dict[str, str] = field(default_factory=dict)
     failures: list[BaseException] = field(default_factory=list)
+    engine: Engine | None = None  # of the demo; None: one is made
 
     def __post_init__(self) -> None:
         self.client = redis.Redis.from_url(self.redis_url)
@@ -118,7 +119,7 @@ class LineOfStages:
             redis_url=self.redis_url, replica_id="compute-1", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False, max_num_seqs=8,
             publish_interval_ms=10,
         )  # fmt: skip
-        engine = build_engine(compute, FILES)
+        engine = self.engine or build_engine(compute, FILES)
         stages = [self._stage("tokenizer", tokenizer), self._stage("compute", compute, engine), self._stage("sampler", sampler)]
         for stage in stages:
             stage.live = Registry(tuple(replica(each.name, each.replica_id) for each in stages))

@@ -51,6 +51,11 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
     return TorchBackend(dtype, device, activations)
 
 
+def has_same_columns(backend: Backend) -> bool:
+    """Whether a column's bits are the same beside any other columns of its layer."""
+    return not isinstance(backend, TorchBackend)
+
+
 def ranks_of_host(backend: Backend, share: Share, memory: Tensor) -> SharedRanks | None:
     """Ranks that meet in memory of theirs, [GROUP_BYTES] uint8; None: this backend does not."""
     return SharedRanks(share, memory, backend.context.meet) if isinstance(backend, CpuBackend) else None
