@@ -65,7 +65,7 @@ class GroupedExperts(Protocol):
 
     def run(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row's results of its experts, [T, num_active, hidden]. x: [T, hidden]; chosen: [T,
-        num_active] int64. Results of experts that are not in the range are not written."""
+        num_active] int64. Results of experts that are not in the range are 0."""
         ...
 
 

@@ -20,6 +20,7 @@ class PairGroups:
 
     order: Tensor  # [pairs] int32
     tiles: Tensor  # [tiles, 3] int32
+    is_whole: bool  # there are tiles for all pairs
 
 
 class Stacked:
@@ -48,11 +49,12 @@ class Stacked:
 
     def multiply(self, rows: Tensor | QuantizedRows, groups: PairGroups, tile: Tile, pairs_per_row: int) -> Tensor:
         """rows: of the layers' `prepare`; groups: of tile.rows. Returns [pairs, num_outputs]; what is of no
-        expert here is not written."""
+        expert here is 0."""
         layer, tiles, order = self.layer, groups.tiles, groups.order
         inputs = (rows.codes, rows.scales, rows.sums) if isinstance(rows, QuantizedRows) else (rows, None, None)
         n = layer.num_outputs
-        out = torch.empty((len(order), n), dtype=layer.dtype, device=layer.weight.device)
+        # the next product's rows are made of all that is there
+        out = (torch.empty if groups.is_whole else torch.zeros)((len(order), n), dtype=layer.dtype, device=layer.weight.device)
         kernels.multiply_experts[(len(tiles) * triton.cdiv(n, tile.columns),)](
             *inputs, *self.parts.values(), out, order, tiles, len(tiles), pairs_per_row, n, layer.k, layer.weight.stride(0), layer.height,
             *self.sizes, *layer.words,
@@ -90,7 +92,7 @@ class CudaExperts:
         order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
         tiles = torch.empty((num_pairs // rows + self.num_held, 3), dtype=torch.int32, device=chosen.device)
         kernels.group_pairs[(self.num_held,)](chosen.contiguous(), order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE)
-        return PairGroups(order, tiles)
+        return PairGroups(order, tiles, self.num_held == self.num_experts)
 
 
 def are_alike(layers: Sequence[CudaLinear]) -> bool:

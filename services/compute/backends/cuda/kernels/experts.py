@@ -89,7 +89,7 @@ def multiply_experts(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, n]: what `multiply` makes of each pair's row of x, p // pairs_per_row, with its expert's
-    weights; without a residual. Pairs that are not in `order` are not written.
+    weights; without a residual. Pairs that are in no tile are not written.
 
     w, and all that belongs to it, is of all experts, one after the other: w_size, scales_size, bias_size
     numbers each; order, tiles: group_pairs' for ROWS = BLOCK_M.
