@@ -328,13 +328,15 @@ class Backend(Protocol):
         ...
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> Linear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,
+    ) -> Linear:  # fmt: skip
         """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
         gate, and the result reference.gated's, with one of its ACTIVATIONS.
 
         quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not
-        kept; group: inputs that share a scale, with four bits. Raises StartupError for a
+        kept; group: inputs that share a scale, with four bits; whole_n: of the whole layer, where the
+        matrix is a rank's part of it. Raises StartupError for a
         quantization that can't run here.
         """
         ...
