@@ -23,7 +23,10 @@ from services.compute.backends.torch.reference import (
     rms_norm,
 )
 from services.compute.backends.torch.row_math import TorchRowMath
+from services.compute.backends.torch.row_search import TorchRowSearch
+from services.compute.candidates.edits import Kind, TokenEdits, edit_on_device, edit_on_host
 from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.row_mask import num_bytes
 from services.compute.candidates.rows import CandidateRows
 from services.compute.sequence import Sequence
 from shared.model.arrays import Array
@@ -170,6 +173,26 @@ def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Ch
     return Check("candidates", "float32", f"{rows} x {vocab_size}, {k} largest", error, 3e-6, is_same)
 
 
+def check_edits(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
+    """Penalties, biases, bans and masks of several rows, as the host applies them. The error is the share of numbers with other bits."""
+    on_host = randn(rows, vocab_size, seed=6, scale=8.0)
+    on_device, rng = on_host.clone().to(backend.device), np.random.default_rng(1)
+    edits: dict[int, TokenEdits] = {}
+    for row in range(0, rows, 2):
+        tokens = rng.choice(vocab_size, vocab_size // 5, replace=False)
+        edits[row] = {kind: (tokens, rng.uniform(0.5, 2.0, len(tokens)).astype(np.float32)) for kind in Kind if kind != Kind.BANNED}
+        edits[row][Kind.BANNED] = tokens[:9], np.zeros(1, np.float32)
+    masked = np.arange(rows - 1, -1, -3)
+    masks = [rng.integers(0, 256, num_bytes(vocab_size), np.uint8) for _ in masked]
+    edit_on_host(on_host, edits)
+    TorchRowSearch().ban(on_host, masked, masks)
+    edit_on_device(on_device, edits)
+    backend.row_search.ban(on_device, masked, masks)
+    return Check(
+        "edits", "float32", f"{rows} x {vocab_size}", float((on_device.cpu().view(torch.int32) != on_host.view(torch.int32)).double().mean()), 0.0, None
+    )
+
+
 FLAT = 256  # tokens, of which 64 have more than half of the mass
 DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.95, "temperature": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
@@ -238,3 +261,5 @@ def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[p
     for draws in ((18, 250), *(((900, 30_000), (90, 151_936)) if on_device else ())):
         yield partial(check_draws, backends[0], *draws)
     yield partial(check_logits, backends[0], 3, 1500)
+    for edits in ((5, 1500), *(((64, 151_936),) if on_device else ())):
+        yield partial(check_edits, backends[0], *edits)
