@@ -99,7 +99,8 @@ def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> 
     is time that the model loses."""
     if settings.publish_interval_ms is not None:
         return settings.publish_interval_ms / 1000
-    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
+    num_threads = torch.get_num_threads() * (1 if settings.master else settings.num_ranks)
+    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and num_threads >= (os.cpu_count() or 1) else 0.0
 
 
 def choose_step_timeout(settings: ComputeSettings, device: torch.device) -> float:

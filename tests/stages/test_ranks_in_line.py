@@ -1,8 +1,10 @@
-"""Ranks in the pipeline: the logs are byte for byte those of one process, with grammars, stop strings, penalties, several choices, drafts, preemption, and steps
-that overtake each other in the stages of a model."""
+"""Ranks in the pipeline: the logs are byte for byte those of one process, with grammars, stop strings, penalties, several choices, drafts, preemption, and
+several steps in the stages of a model at once."""
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +18,11 @@ from services.compute.batch import ScheduledBatch
 from services.compute.engine import build_engine
 from services.compute.group.launch import open_group
 from services.compute.scheduling.new_step import NewStep
-from shared.process.settings import ComputeSettings
+from shared.process.settings import ComputeSettings, environment_of
 from shared.wire.messages import encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
+from tests.deployment import free_port
 from tests.kernels.teams import Team
 from tests.stages.line_of_stages import FILES, LineOfStages, hurried
 from tests.stages.test_speculation import REQUESTS
@@ -69,6 +72,12 @@ def test_ranks_that_divide_every_layer(redis_url: str, expected: dict[str, Any],
             assert answers(line) == expected
 
 
+def start(settings: ComputeSettings, rank: int) -> "subprocess.Popen[bytes]":
+    """A rank that is started by hand."""
+    environment = environment_of(settings) | {"PENSTOCK_RANK": str(rank)}
+    return subprocess.Popen([sys.executable, "-m", "services.compute"], env=os.environ | environment)
+
+
 @contextmanager
 def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
     """A line whose compute leads a group of other processes."""
@@ -77,6 +86,7 @@ def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
         redis_url=redis_url, replica_id="compute-1", model="demo", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False,
         max_num_seqs=8, publish_interval_ms=10, **sizes,
     )  # fmt: skip
+    others = [start(settings, rank) for rank in range(1, settings.num_ranks)] if settings.master else []
     group = open_group(settings)
     assert group is not None
     try:
@@ -87,17 +97,30 @@ def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
     finally:
         torch.distributed.destroy_process_group()
         os.sched_setaffinity(0, cores)
+        for each in others:
+            assert each.wait(20) == 0
 
 
 @pytest.mark.parametrize("speculate", ["off", "lookup", pytest.param("self", marks=pytest.mark.more)])
 def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with grouped_line(redis_url, pipeline_parallel_size=2, speculate=speculate) as line:
         assert answers(line) == expected
-        most, step = [], line.compute.stages.step
-        monkeypatch.setattr(line.compute.stages, "step", lambda *arguments: (step(*arguments), most.append(len(line.compute.stages.steps))))
+        stages, step, numbers = line.compute.stages, line.compute.stages.step, set[int]()
+
+        def counted(*arguments: Any) -> None:
+            step(*arguments)
+            numbers.add(len(stages.steps))
+
+        monkeypatch.setattr(stages, "step", counted)
         crowd(line, monkeypatch)
         assert answers(line) == expected
-        assert max(most) == 1, "a step stays in the stages while the next is scheduled"
+        assert numbers == {0, 1}, "a step stays in the stages while the next is scheduled"
+
+
+def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any]) -> None:
+    """Their memory is their own, and results go through torch.distributed."""
+    with grouped_line(redis_url, tensor_parallel_size=2, master=f"127.0.0.1:{free_port()}", rank=0) as line:
+        assert answers(line) == expected
 
 
 @pytest.mark.more
