@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu.check import Check
+from bench.gpu.experts import check_experts, measure_experts
 from bench.gpu.journal import Found, Journal
-from bench.gpu.kernels import VENDORS, kernel_checks
+from bench.gpu.kernels import FORMS, VENDORS, kernel_checks
 from bench.gpu.models import DRAWS, check_flight, check_model
 from bench.gpu.speed import Ceilings, Served, layer_shapes, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
 from services.compute.backends.cuda.backend import CudaBackend
@@ -67,9 +69,17 @@ def make_cases(wanted: Wanted, journal: Journal, folder: Path) -> Iterator[Case]
 
 
 def check_kernels(backends: list[CudaBackend], *, is_interpreted: bool) -> Iterator[Case]:
-    for number, check in enumerate(kernel_checks(backends, on_device=not is_interpreted)):
+    for number, check in enumerate((*kernel_checks(backends, on_device=not is_interpreted), *expert_checks(backends, on_device=not is_interpreted))):
         what = ", ".join(str(each) for each in check.args if not isinstance(each, CudaBackend))
         yield Case("kernels", f"kernel {number}: {check.func.__name__}, {dtype_of(check.args[0])}, {what}", lambda check=check: [check()])  # type: ignore[misc]
+
+
+def expert_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[partial[Check]]:
+    for backend in backends:
+        for form in FORMS[: 1 if backend.dtype == torch.float32 else None]:
+            if backend.has_float8 or not form.startswith("fp8"):
+                for num_rows, num_experts in ((1, 4), (70, 4), *(((64, 128), (1000, 128)) if on_device else ())):
+                    yield partial(check_experts, backend, form, num_rows, num_experts)
 
 
 def dtype_of(backend: CudaBackend) -> str:
@@ -101,6 +111,8 @@ def measure_layers(backend: CudaBackend, shapes: list[str], modes: list[str]) ->
             for layer in layer_shapes(SHAPES[shape]):
                 yield Case("layers", f"layer, {shape}, {mode}, {layer}", partial(measure_linears, backend, shape, layer, mode, [1, 32, 256, 2048]))
         yield Case("layers", f"attention, {shape}", partial(measure_attention, backend, shape, [1, 32, 256]))
+    for mode in modes:
+        yield Case("layers", f"experts, {mode}", partial(measure_experts, backend, mode, [1, 32, 256, 2048]))
 
 
 def measure_all_steps(backend: CudaBackend, shapes: list[str], modes: list[str], journal: Journal) -> Iterator[Case]:

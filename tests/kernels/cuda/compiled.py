@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from bench.gpu.models import LoadedModel
 from services.compute.backends.backend import MassRequest, SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form
+from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form, Parts
 from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
@@ -51,6 +51,7 @@ SHARED_BYTES = {
     120: 99 << 10,
 }  # of a block: CUDA's programming guide, compute capabilities
 SHOWN = ("FORM", "FIRST", "GROUP", "ACTIVATION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "DIM", "KEYS", "IS_SPLIT", "KEPT")
+PRODUCTS = ("multiply", "multiply_part", "multiply_experts")
 FLOAT_FORMS = (Form.DENSE, Form.FLOAT8, Form.FLOAT8_BLOCKS)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -99,13 +100,14 @@ class Compiler:
             usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         registers, spilled = (re.findall(rf"{name}:(\d+)", usage)[-1] for name in ("REG", "STACK"))
         instruction = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in compiled.asm["ptx"]), "-")
-        if kernel.__name__ == "attend" or (kernel.__name__ == "multiply" and options["FORM"] in FLOAT_FORMS):
-            self.instructions[kernel.__name__, args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
-        if kernel.__name__ == "multiply":
+        if kernel.__name__ == "attend" or (kernel.__name__ in PRODUCTS and options["FORM"] in FLOAT_FORMS):
+            self.instructions["multiply" if kernel.__name__ in PRODUCTS else "attend", args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
+        if kernel.__name__ in ("multiply", "multiply_experts"):
+            residual = args[8] if kernel.__name__ == "multiply" else None
             elements = options["BLOCK_M"] * options["BLOCK_N"] / (32 * options["num_warps"])
-            given = (args[0].dtype, *(each is None for each in args[:10]), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
+            given = (args[0].dtype, *(each is None for each in (*args[:8], residual)), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
             depth = options["BLOCK_K"] if options["FORM"] == Form.FLOAT8_BLOCKS else None  # is the group
-            self.operations[*given, depth].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
+            self.operations[*given, depth, options.get("HAS_PARTS", False)].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
         is_fused = kernel.__name__ == "draw_tokens" and re.search(r"\b(add|sub|mul)\.f64 ", compiled.asm["ptx"]) is not None
@@ -129,11 +131,28 @@ def begins_with_zeros(ttir: str) -> bool:
 
 
 def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> None:
-    for layer in (backend.make_linear(matrix, quantization=quantization, is_gated=is_gated) for is_gated in (True, False)):
+    """As a wide layer, and as a narrow one with a program for each part, and with one for all."""
+    for is_gated, parts in itertools.product((True, False), (None, Parts(512, 1 << 20), Parts(512, 0))):
+        layer = backend.make_linear(matrix, quantization=quantization, is_gated=is_gated)
+        layer.parts = parts if backend.dtype != torch.float32 else None
         for rows in (1, 64, 512):
             x = torch.zeros(rows, 4096, dtype=backend.dtype)
             layer(x, norm=x[0].contiguous(), residual=torch.zeros(rows, layer.num_outputs, dtype=backend.dtype) if layer.activation is None else None)
     layer.logits(x)
+
+
+def launch_experts(backend: CudaBackend, quantization: str) -> None:
+    """A mixture's kernels, for few rows of an expert and for many."""
+
+    def make(*shape: int, is_gated: bool = False) -> CudaLinear:
+        return backend.make_linear(Dense(torch.randn(shape).to(backend.dtype)), quantization=quantization, is_gated=is_gated)
+
+    experts = backend.group_experts([(make(1536, 2048, is_gated=True), make(2048, 768)) for _ in range(2)], 2)
+    assert experts is not None
+    for rows in (1, 64, 512):
+        x = torch.zeros(rows, 2048, dtype=backend.dtype)
+        chosen, weights = backend.row_math.choose_experts(torch.zeros(rows, 2), 2, has_normalized_weights=True)
+        backend.row_math.add_experts(x, experts.run(x, chosen), weights, shared=(x, weights[:, :1]), has_residual=True)
 
 
 def launch_finish(layer: CudaLinear) -> None:
@@ -162,6 +181,7 @@ def launch_all(capability: int) -> None:
         backend.capability = (capability // 10, capability % 10)
         for quantization in ("none",) if is_wide else ("none", "w8a8", "w4", "nf4"):
             launch_layers(backend, Dense(torch.randn(512, 4096).to(dtype)), quantization)
+            launch_experts(backend, quantization)
         if not is_wide:
             launch_float8(backend)
             for quantization, is_gated in itertools.product(("none", "w8a8"), (True, False)):
@@ -184,6 +204,7 @@ def launch_all(capability: int) -> None:
     for k in (1, 64):
         wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), masses, masses)
         backend.row_search.start(logits, wanted)
+    backend.row_search.ban(logits, np.zeros(1, np.int64), [np.zeros(128_256 // 8, np.uint8)])
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 

@@ -3,19 +3,22 @@
 `make verify SUITE=cuda-kernels` has more cases, and prints the errors.
 """
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from bench.gpu.attention_checks import AttentionCase, check_attention, check_holes, check_spans
-from bench.gpu.check import Check
+from bench.gpu.check import Check, randn
 from bench.gpu.kernels import (
     FORMS,
     LinearCase,
     check_draws,
+    check_edits,
     check_linear,
     check_logits,
+    check_parts,
     check_rows,
     check_search,
 )
@@ -23,7 +26,8 @@ from services.compute.backends.cuda import attention as attention_module
 from services.compute.backends.cuda import search as search_module
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.kernels import attention as kernels
-from services.compute.backends.cuda.linear import CudaLinear, read_table
+from services.compute.backends.cuda.linear import CudaLinear, Parts, read_table
+from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.attention import Heads
 from services.compute.backends.torch.reference import NF4_TABLE, Scores
@@ -46,6 +50,29 @@ def test_linear_layers(form: str, dtype: torch.dtype) -> None:
     assert has_held(check_linear(backend, form, LinearCase(2, 36, 65, has_norm=True)))
     if form == "w8a8":
         assert has_held(check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True)))
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_in_parts(form: str) -> None:
+    backend = CudaBackend(BFLOAT16, CPU)
+    assert has_held(check_parts(backend, form, LinearCase(2, 36, 700)))
+    assert has_held(check_parts(backend, form, LinearCase(66, 20, 300, activation="silu")))
+
+
+def test_a_layers_parts_depend_on_the_whole_layer_and_the_device() -> None:
+    """A rank's columns are summed as in one process, however few there are."""
+    weight = randn(4000, 1096, seed=1, scale=0.1).bfloat16()
+    backend = CudaBackend(BFLOAT16, CPU)
+    assert backend.make_linear(Dense(weight)).parts is None, "there are enough tiles"
+    assert backend.make_linear(Dense(weight[:40]), whole_n=4000).parts is None
+    assert backend.make_linear(Dense(weight[:40, :1000])).parts is None, "the inputs are few"
+    assert CudaBackend(FLOAT32, CPU).make_linear(Dense(weight[:40].float())).parts is None
+    narrow, part = backend.make_linear(Dense(weight[:96])), backend.make_linear(Dense(weight[32:64]), whole_n=96)
+    assert narrow.parts == part.parts == Parts(768, 66)
+    x = randn(2, 1096, seed=2).bfloat16()
+    assert torch.equal(narrow.logits(x)[:, 32:64], part.logits(x))
+    assert "132 multiprocessors" in backend.arithmetic
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
@@ -107,6 +134,16 @@ def test_the_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "PART", 64)
     monkeypatch.setattr(search_module, "BLOCK", 32)
     assert has_held(check_draws(CudaBackend(BFLOAT16, CPU), 9, 250))
+
+
+def test_edits_of_several_rows() -> None:
+    assert check_edits(CudaBackend(BFLOAT16, CPU), 3, 1260).holds
+
+
+def test_a_nan_that_a_mask_leaves_out_stays_one() -> None:
+    logits = torch.full((1, 70), torch.nan)
+    CudaRowSearch().ban(logits, np.zeros(1, np.int64), [np.zeros(12, np.uint8)])
+    assert logits.isnan().all()
 
 
 def test_finishing_logits() -> None:

@@ -48,8 +48,9 @@ class CpuBackend:
         return all(map(is_packable, matrix.parts)) if isinstance(matrix, Joined) else is_packable(matrix)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> NativeLinear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,  # noqa: ARG002
+    ) -> NativeLinear:  # fmt: skip
         return self._with_activations(pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation))
 
     def restore_linear(

@@ -13,10 +13,10 @@ from torch import Tensor
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring, Workspace
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
+from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, multiprocessors_of, version_of
 from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
-from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
+from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, divide, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
@@ -40,6 +40,7 @@ class CudaBackend:
         self.dtype = dtype
         self.device = device
         self.capability = capability_of(device)
+        self.multiprocessors = multiprocessors_of(device)
         # rows from which on the vendor's products are used
         self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None
         self.buffers = CudaBuffers(device)
@@ -49,7 +50,7 @@ class CudaBackend:
 
     @property
     def arithmetic(self) -> str:
-        return f"cuda {version_of(self.capability)}, triton {version('triton')}, torch {torch.__version__}"
+        return f"cuda {version_of(self.capability)}, {self.multiprocessors} multiprocessors, triton {version('triton')}, torch {torch.__version__}"
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)
@@ -63,8 +64,9 @@ class CudaBackend:
         return self.capability >= OLDEST_FLOAT8
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> CudaLinear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,
+    ) -> CudaLinear:  # fmt: skip
         if quantization not in ("none", "fp8") and self.dtype != torch.bfloat16:
             raise StartupError(f"--quantization {quantization} needs --dtype bfloat16")
         if quantization == "fp8" and not self.has_float8:
@@ -75,7 +77,10 @@ class CudaBackend:
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
-        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
+        whole_n = matrix.shape[0] if whole_n is None else whole_n
+        # in float32, operations after the sums may be fused in one kernel and not in another
+        parts = None if self.dtype == torch.float32 else divide(whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors)
+        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from, parts=parts)
 
     def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
@@ -85,6 +90,8 @@ class CudaBackend:
 
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> CudaExperts | None:
         """None: some have other forms than others, as where a file's numbers make it so."""
+        for each in (layer for pair in experts for layer in pair if isinstance(layer, CudaLinear)):
+            each.parts = None  # all experts together have enough tiles
         pairs = [(gate_up, down) for gate_up, down in experts if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)]
         assert len(pairs) == len(experts)
         return CudaExperts(pairs, num_experts, first) if pairs and all(are_alike(each) for each in zip(*pairs, strict=True)) else None
@@ -171,6 +178,8 @@ class CudaBackend:
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
                 linear(x, norm=torch.ones_like(x[0]), eps=1e-6)
+        # an expert's tile follows from the tokens that it gets in the mean: fourfold steps meet each
+        for num_tokens in (step.num_tokens, *(4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens)):
             for mlp in mlps.values():
                 x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)

@@ -1,6 +1,7 @@
 """Searches through rows of logits: what launches kernels/search.py. Only the candidates come back
 to the host, which waits when it reads them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,13 @@ class CudaSearch:
 
 class CudaRowSearch:
     """TorchRowSearch on the device. A row's result does not depend on the others."""
+
+    def ban(self, logits: Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        """In one launch; the masks cross in one copy."""
+        assert logits.is_contiguous()
+        words = to_device(np.stack(masks).view(np.int32), logits.device)
+        grid = (len(masks), triton.cdiv(logits.shape[1], BLOCK))
+        kernels.ban_logits[grid](logits, to_device(rows, logits.device), words, logits.shape[1], words.shape[1], BLOCK=BLOCK)
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
         """Launch the search and the draws: they read what the searches before them have found."""

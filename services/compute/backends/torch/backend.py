@@ -40,8 +40,9 @@ class TorchBackend:
         return isinstance(matrix, Dense)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> TorchLinear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,  # noqa: ARG002
+    ) -> TorchLinear:  # fmt: skip
         if quantization == "none":
             return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
         if self.device.type != "cpu" or (self.dtype != torch.bfloat16 and quantization != "fp8"):
