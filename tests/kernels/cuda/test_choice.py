@@ -1,6 +1,7 @@
 """Which device and backend a server gets, and what it says where there is none."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,19 @@ def test_the_benchmark_says_in_one_line_that_there_is_no_gpu(tmp_path: Path) -> 
     assert forge.start("bench.gpu", environment, log).wait(120) == 2
     [line] = [line for line in log.read_text().splitlines() if line]
     assert line.startswith("no GPU can be used: ")
+
+
+def test_a_checkpoint_in_float16_stays_so_on_a_gpu_only() -> None:
+    files = open_model("demo")
+    half = replace(files, config=files.config | {"dtype": "float16"})
+    assert engine_module.choose_dtype("auto", half, torch.device("cuda")) == torch.float16
+    assert engine_module.choose_dtype("auto", half, CPU) == torch.bfloat16
+    assert engine_module.choose_dtype("float16", files, torch.device("cuda")) == torch.float16
+    with pytest.raises(StartupError, match=r"^--dtype float16 runs on a GPU only \(--device cuda\); a CPU takes bfloat16 or float32$"):
+        engine_module.choose_dtype("float16", files, CPU)
+
+
+def test_a_step_is_as_large_as_suits_the_device_where_nothing_is_said() -> None:
+    cuda, said = torch.device("cuda"), ComputeSettings(model="demo", max_num_seqs=7, max_batched_tokens=90)
+    found = [engine_module.choose_limits(settings, device) for settings in (ComputeSettings(model="demo"), said) for device in (CPU, cuda)]
+    assert [(each.max_num_seqs, each.max_batched_tokens) for each in found] == [(64, 512), (256, 2048), (7, 90), (7, 90)]

@@ -167,7 +167,7 @@ def test_no_step_moves_what_recordings_read(model: Path) -> None:
 
 
 def test_memory_is_set_aside_for_all_recordings(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device that has 1,000 bytes less after the largest, and 10 less after the next: eleven sizes, each with holes and without."""
+    """After the largest a device has 1,000 bytes less, after the next another 10: there are eleven sizes, each with holes and without."""
     backend, steps = CudaBackend(torch.bfloat16, CPU), list[LargestStep]()
     monkeypatch.setattr(backend, "workspace", steps.append)
     LoadedModel(model, backend).model.workspace(64, 8, 64)
