@@ -139,7 +139,7 @@ def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> No
 def launch_finish(layer: CudaLinear) -> None:
     """Launches what follows the vendor's product, which is not compiled here."""
     layer.vendor_from = 1
-    layer(torch.zeros(1, 4096).bfloat16(), residual=torch.zeros(1, layer.num_outputs).bfloat16() if layer.activation is None else None)
+    layer(torch.zeros(1, 4096, dtype=layer.dtype), residual=torch.zeros(1, layer.num_outputs, dtype=layer.dtype) if layer.activation is None else None)
 
 
 def launch_float8(backend: CudaBackend) -> None:
@@ -157,7 +157,7 @@ def launch_float8(backend: CudaBackend) -> None:
 
 def launch_all(capability: int) -> None:
     """Every kernel, in every form that the layers of real models ask for."""
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         backend, is_wide = CudaBackend(dtype, CPU), dtype == torch.float32
         backend.capability = (capability // 10, capability % 10)
         for quantization in ("none",) if is_wide else ("none", "w8a8", "w4", "nf4"):
@@ -165,7 +165,7 @@ def launch_all(capability: int) -> None:
         if not is_wide:
             launch_float8(backend)
             for quantization, is_gated in itertools.product(("none", "w8a8"), (True, False)):
-                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).bfloat16()), quantization=quantization, is_gated=is_gated))
+                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).to(dtype)), quantization=quantization, is_gated=is_gated))
         for dim, group in ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64)):
             try:
                 attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
@@ -174,9 +174,16 @@ def launch_all(capability: int) -> None:
                 continue
             kv, angles = backend.make_kv_layer(64, 16, 8, dim, group=group), torch.ones(71, dim // 2)
             inputs = AttentionInputs([1, 70], [300, 80], [tuple(range(50))] * 2, torch.arange(71), ((angles, angles),))
+            empty = torch.zeros(0, dtype=torch.int64)
             norm = torch.ones(dim, dtype=dtype)
-            for each in (inputs, replace(inputs, block_lens=[(16,) * 50] * 2), replace(inputs, last_seen=[299, *range(10, 80)])):
+            for each in (
+                inputs,
+                replace(inputs, slot_mapping=empty),
+                replace(inputs, block_lens=[(16,) * 50] * 2),
+                replace(inputs, last_seen=[299, *range(10, 80)]),
+            ):
                 attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(each, 16), window=None, norms=(norm, norm), eps=1e-6)
+        backend.copy_blocks([kv, kv], [(0, 1)])
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
