@@ -258,10 +258,13 @@ def refuse_segments(model: Model, block_size: int) -> str:
 
 
 def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:
-    """The limit, but for sequences that all free memory could not hold: a file may say any number."""
+    """The limit, but for sequences that all free memory could not hold: a file may say any number. On
+    a GPU also where there is no limit, for nothing may grow there later."""
     shape = model.config
     token_bytes = shape.num_layers * model.backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape))
-    return limit if limit is None or token_bytes == 0 else min(limit, max(free_memory(model.backend.device) // token_bytes, 1))
+    if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
+        return limit
+    return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))
 
 
 def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: KVCache) -> KVTier | None:

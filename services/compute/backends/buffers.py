@@ -12,6 +12,8 @@ from torch import Tensor
 from services.compute.host_memory import mapped_zeros
 from shared.model.arrays import Array
 
+ALIGNMENT = 16  # bytes: by it kernels are compiled once more for what begins elsewhere
+
 
 def to_device(values: Array, device: torch.device) -> Tensor:
     """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what
@@ -22,7 +24,7 @@ def to_device(values: Array, device: torch.device) -> Tensor:
 
 def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """Tensors of several arrays' numbers, as to_device makes them, in one copy."""
-    sizes = [-(-each.nbytes // 8) * 8 for each in arrays]  # each begins where any number may
+    sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays]
     held = np.zeros(sum(sizes), np.uint8)
     starts = list(accumulate(sizes, initial=0))
     for each, start in zip(arrays, starts, strict=False):

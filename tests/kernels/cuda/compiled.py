@@ -217,6 +217,7 @@ def launch_server(compiler: Compiler) -> None:
                 table = tuple(range(256))
                 rows = [BatchRow(handle, (0,) * length, num_computed, table, range(length - 1, length)) for handle, length in enumerate(lens)]
                 batch = ScheduledBatch(tuple(rows), lens.count(1))
+                runner.kv_cache.copy_blocks(((1, 2), (2, 3)))
                 logits = runner.logits(batch, runner.run(batch))
                 for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
                     begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params).prefix() for row in rows], backend.row_search)
