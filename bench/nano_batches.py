@@ -25,7 +25,8 @@ from services.compute.backends.backend import Backend
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.simulation.hardware import BANDWIDTH_SHARE, FLOPS_SHARE, HARDWARE, MODELS, Hardware, ModelShape
+from services.compute.simulation.hardware import BANDWIDTH_SHARE, FLOPS_SHARE, HARDWARE, Hardware
+from services.compute.simulation.models import MODELS, ModelShape
 from services.compute.tools.make_model import SHAPES, Shape
 
 BLOCK_SIZE = 16
@@ -55,14 +56,14 @@ class Work:
 
 
 def products(model: ModelShape, step: Step) -> Work:
-    return Work(model.weight_bytes, 2.0 * model.num_parameters * (step.num_decodes + step.num_prompt_tokens))
+    return Work(2.0 * model.num_parameters, 2.0 * model.num_parameters * (step.num_decodes + step.num_prompt_tokens))
 
 
 def attention(model: ModelShape, step: Step) -> Work:
     """A prompt's token sees those before it, whose keys and values are read once for all of them."""
     prompt = step.num_prompt_tokens
     pairs = step.num_decodes * step.context + prompt * (prompt + 1) / 2
-    return Work(model.kv_bytes_per_token * (step.num_decodes * step.context + prompt), model.attention_operations * pairs)
+    return Work(2.0 * model.kv_values * (step.num_decodes * step.context + prompt), model.attention_operations * pairs)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def bound(model: ModelShape, step: Step, bandwidth: float, rate: float) -> Bound
 
 
 # two cores with AVX-512: as measured by bench.budget on one machine, bf16
-TWO_CORES = Hardware(16e9, 42e9, 913e9)
+TWO_CORES = Hardware(16e9, 42e9, 913e9, 1983e9)
 LARGE = [Step(1, 1024), Step(32, 1024), Step(128, 1024), Step(256, 1024), Step(64, 6144), Step(192, 1024, 1856), Step(0, 0, 2048)]
 SMALL = [Step(1, 512), Step(8, 512), Step(32, 128), Step(32, 512), Step(64, 128), Step(64, 512), Step(64, 2048), Step(32, 512, 480), Step(0, 0, 512)]
 

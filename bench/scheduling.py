@@ -24,7 +24,9 @@ from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens
+from services.compute.simulation.hardware import HARDWARE
+from services.compute.simulation.models import MODELS
+from services.compute.simulation.roofline import Roofline, Work, kv_tokens
 from services.compute.simulation.simulator import Replay, percentiles, replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
 from shared.model.files import open_model
@@ -89,9 +91,7 @@ class Machine:
 def simulated(model: str) -> Machine:
     shape, hardware = MODELS[model], HARDWARE["a100-80g"]
     cost = Roofline(shape, hardware)
-    return Machine(
-        f"{model}, A100 80 GB, simulated", lambda b, _: cost.seconds(b.num_tokens, b.num_context_tokens), kv_tokens(shape, hardware) // 16, 4096, 256, 2048
-    )
+    return Machine(f"{model}, A100 80 GB, simulated", lambda batch, _: cost.seconds(Work.of(batch)), kv_tokens(shape, hardware) // 16, 4096, 256, 2048)
 
 
 def real(model: str) -> tuple[Machine, Machine]:

@@ -17,19 +17,22 @@ from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, c
 from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier
 from services.compute.fingerprint import fingerprint, vision_fingerprint
+from services.compute.group.commands import Loaded
+from services.compute.group.ends import Group, Member
 from services.compute.images.encoding import ImageEncoding
 from services.compute.images.tower import VisionTower, load_tower
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import is_native, read_config
 from services.compute.models.decoder import Decoder
+from services.compute.place import ALONE, Place, agree_on_blocks, load_decoder, make_runner, open_place
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.speculation.draft_models import load_draft_models, make_chain_proposer
+from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
 from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.heads import load_heads, make_head_proposer
+from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
 from services.compute.warm_up import check_numbers, first_kernels, record_steps, warm_up
-from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
@@ -65,6 +68,7 @@ class Engine:
     tier: KVTier | None  # of the prefix cache, with --kv-disk
     images: ImageEncoding | None  # None: it sees none
     max_sampled: int  # rows of logits of a step
+    num_stages: int  # of the model, which compute as many steps at once
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
 
@@ -125,16 +129,17 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     return is_native(files.config)
 
 
-def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:
-    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens;
-    None: what the cache holds. Raises StartupError."""
+def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Place = ALONE) -> Model:
+    """The model as the settings want it run, or this place's part of it. max_model_len: of the
+    sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
-        weights = load_weights(
-            files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
+        return load_decoder(
+            place, 0, files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
             attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
         )  # fmt: skip
-        return Decoder(config, weights, backend)
+    if not place.is_alone:
+        raise StartupError(f"{files.name} runs on the transformers library, whole: only native models are divided over ranks (--tensor-parallel-size)")
     if settings.quantization != "none" or settings.quantize_attention_output:
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
@@ -153,46 +158,66 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     return load_transformers_model(files.folder, backend, max_model_len, load)
 
 
-def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    """Load the model. Raises StartupError."""
+def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
+    """Load the model, or rank 0's part of it. Raises StartupError."""
     try:
-        return load_engine(settings, files)
+        return load_engine(settings, files, group)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
 
 
-def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
-    torch's error where memory is too small."""
-    device = choose_device(settings.device)
-    backend = open_backend(settings, files, device)
-    limits = choose_limits(settings, device)
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """What all ranks of a group load, each its part: the model, and models that draft for it."""
+
+    place: Place
+    backend: Backend
+    model: Model
+    drafting: list[DraftModel]
+    speculators: tuple[str, ...]
+    limits: StepLimits
+    limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
+
+
+def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Member | None) -> LoadedModels:
+    """Open the backend, and load the models. Raises StartupError."""
+    device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
+    backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
+    place, limits = open_place(settings, backend, end), choose_limits(settings, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
-    log.info("loading the model", model=files.name, weights=files.weights)
-    warn_of_length(settings, files)
+    if place.is_first:
+        log.info("loading the model", model=files.name, weights=files.weights)
+        warn_of_length(settings, files)
     with logging_redirect_tqdm():  # lines of log go above the bar
-        model = load_model(settings, files, backend, limit)
+        model = load_model(settings, files, backend, limit, place)
         if settings.block_size % model.backend.block_multiple:
             multiple, asked = model.backend.block_multiple, settings.block_size
             raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
         speculators = choose_speculators(settings, model)
-        drafting = load_draft_models(speculators, settings, files, model, limit)
-        heads = load_heads(settings, speculators, model)
+        return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
+
+
+def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
+    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
+    torch's error where memory is too small."""
+    loaded = load_models(settings, files, group)
+    place, backend, model, drafting = loaded.place, loaded.backend, loaded.model, loaded.drafting
+    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, backend.device
+    heads = load_heads(settings, speculators, model)
     images = load_images(settings, limits, files, model)
-    models = [model, *(each.model for each in drafting)]
-    with first_kernels(device):
-        max_sampled = max(limits.max_num_seqs, PROMPT_ROWS)
-        longest = longest_that_fits(settings, model, limit) or limits.max_batched_tokens
-        workspaces = [each.workspace(limits.max_batched_tokens, max_sampled, longest) for each in models]
-        workspaces += [] if heads is None else [heads.workspace(limits.max_batched_tokens, longest)]
-        workspace_bytes = total_bytes(workspaces)
     is_encoder = not model.splits_prompts
-    caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv), *([heads.config] if isinstance(heads, EagleHead) else [])]
-    size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
-    kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
-    runner = ModelRunner(model, kv_cache, backend.row_search, images.embeddings if images is not None else None)
-    chains = [make_chain_proposer(each, runner, settings, limits.max_batched_tokens, size.max_model_len) for each in drafting]
+    workspace_bytes = reserve(settings, loaded, heads)
+    caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     found = fingerprint(settings, files, model.backend)
+    if group is not None:
+        group.identify(Loaded(found.name, backend.arithmetic))
+    size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
+    kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
+    runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
+    chains = [
+        make_chain_proposer(each, runner, limits.max_batched_tokens, size.max_model_len, make_draft_runner(each, number, runner, settings, place))
+        for number, each in enumerate(drafting, 1)
+    ]
     with first_kernels(device):
         check_numbers(runner, files.name)
         if device.type == "cuda" and not is_encoder:
@@ -216,9 +241,31 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
             *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
             *chains,
         ),
-        max_sampled=max_sampled,
+        max_sampled=max_sampled_of(limits), num_stages=settings.pipeline_parallel_size,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
+
+
+def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
+    """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
+    with first_kernels(loaded.backend.device):
+        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
+        longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
+        workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
+        workspaces += [] if heads is None else [heads.workspace(num_tokens, longest)]
+        return total_bytes(workspaces)
+
+
+def max_sampled_of(limits: StepLimits) -> int:
+    """The rows of logits that a step may have."""
+    return max(limits.max_num_seqs, PROMPT_ROWS)
+
+
+def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
+    """The models that have a KV cache: of all ranks together, where these have one memory."""
+    models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
+    is_one_memory = end is not None and end.memory_fd is not None and loaded.backend.device.type == "cpu"
+    return [each.whole if isinstance(each, Decoder) and is_one_memory else each.config for each in models]
 
 
 def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
@@ -276,12 +323,13 @@ def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: 
     return KVTier(store, block_manager, kv_cache)
 
 
-def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device) -> Backend:
-    """The backend of a device, with the settings' dtype and threads. Raises StartupError."""
+def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device, num_threads: int) -> Backend:
+    """The backend of a device, with the settings' dtype. num_threads: on a CPU; 0: all cores. Raises
+    StartupError."""
     if device.type == "cpu" and settings.quantization == "fp8":
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
-        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+        torch.set_num_threads(num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files, device)
     return choose_backend(dtype, device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
 
@@ -302,10 +350,14 @@ class CacheSize:
     max_model_len: int  # tokens, prompt and output
 
 
-def size_cache(settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int) -> CacheSize:
-    """The cache that fits in memory. configs: of all models that have one; limit: the longest
-    sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
+def size_cache(
+    settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int, end: Group | Member | None,
+) -> CacheSize:  # fmt: skip
+    """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
+    limit: the longest sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
+    if end is not None:
+        num_blocks = agree_on_blocks(end, num_blocks)
     return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 

@@ -3,6 +3,7 @@ logits."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -96,18 +97,19 @@ class Model(Protocol):
 # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a
 # vocabulary of 151,936
 PROMPT_ROWS = 64
+NO_IMAGES: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class ModelRunner:
     """The Executor of a model in this process."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = None
+        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
     ) -> None:  # fmt: skip
         """row_search: the model's backend's, if none is given; images: embeddings of those in the
-        batches, by key, [tokens, hidden]."""
+        batches, by key, [tokens, hidden]; None: another rank has them."""
         self.model = model
-        self.images = images if images is not None else {}
+        self.images = images
         self.kv_cache = kv_cache
         self.row_search = row_search or model.backend.row_search
         self.buffers = model.backend.buffers
@@ -123,7 +125,7 @@ class ModelRunner:
         order."""
         return self.logits(batch, self.run(batch))
 
-    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
+    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
         """Run one step up to the head: prepare it, then a forward pass that reads nothing else of
         the batch. Returns what `logits` and `prompt_logits` take.
 
@@ -204,7 +206,7 @@ class ModelRunner:
 
     def _overlay(self, batch: ScheduledBatch) -> Overlay | None:
         runs = [(start + run.start, run) for row, start in zip(batch.rows, _starts(batch), strict=True) for run in row.images]
-        if not runs:
+        if not runs or self.images is None:
             return None
         rows = np.concatenate([np.arange(first, first + run.count) for first, run in runs])
         values = torch.cat([self.images[run.key][run.row : run.row + run.count] for _, run in runs])

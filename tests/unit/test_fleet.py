@@ -14,16 +14,18 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.simulation.fleet import Fleet, Run
+from services.compute.simulation.machine import Measured
 from services.compute.simulation.policy import DOWN, SYNC_S, UP, Autoscaler, Limit, Policy, Trigger, proposal, read_policy
 from services.compute.simulation.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
 from services.compute.simulation.report import Limits, figures
+from services.compute.simulation.roofline import Work
 from services.compute.simulation.simulator import replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
 from services.operator.cli import main
 from shared.process.errors import StartupError
 
 MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/keda/scaled.yaml"
-COST = StepCost(0.005, 1e-5, 1e-7)
+COST = Measured(StepCost(0.005, 1e-5, 1e-7))
 LONGEST = 512  # tokens that each request asks for
 BOTH = Policy((Trigger("lag", 4), Trigger("pending", 8)), 1, 6)
 LAG = replace(BOTH, triggers=BOTH.triggers[:1])
@@ -88,7 +90,7 @@ policies = st.builds(
 @settings(deadline=None)
 def test_counted_steps_are_those_that_the_scheduler_would_make(requests: list[TraceRequest], size: Size) -> None:
     """One replica against the plain replay, which asks the scheduler for each step: equal to the last bit."""
-    plain = replay(size.scheduler(Scheduler), requests, lambda batch: COST.seconds(batch.num_tokens, batch.num_context_tokens), max_total_tokens=LONGEST)
+    plain = replay(size.scheduler(Scheduler), requests, lambda batch: COST.seconds(Work.of(batch)), max_total_tokens=LONGEST)
     found = run(requests, 1, size=size).outcomes
     assert list(found.first_at) == [each.first_at for each in plain.timelines]
     assert list(found.last_at) == [each.last_at for each in plain.timelines]

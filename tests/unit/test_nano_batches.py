@@ -5,23 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.nano_batches import Step, Work, attention, bound, products
-from services.compute.simulation.hardware import MODELS
+from services.compute.simulation.models import MODELS
 
 
 def test_bytes_and_operations_by_hand() -> None:
     """Llama 3 8B: 16 GB of weights, 128 KiB of KV a token; 32 layers of 32 heads of 128 numbers, so half a megaoperation a pair."""
     model = MODELS["llama-3-8b"]
-    assert products(model, Step(64, 1000)) == Work(2 * 8.03e9, 2 * 8.03e9 * 64)
+    size = model.num_parameters
+    assert size == pytest.approx(8.03e9, rel=1e-3)
+    assert products(model, Step(64, 1000)) == Work(2.0 * size, 2.0 * size * 64)
     assert attention(model, Step(64, 1000)) == Work(131_072 * 64_000, 524_288 * 64_000)
     assert attention(model, Step(0, 0, 100)) == Work(131_072 * 100, 524_288 * 5050)
-    assert products(model, Step(2, 7, 100)).operations == 2 * 8.03e9 * 102
+    assert products(model, Step(2, 7, 100)).operations == 2.0 * size * 102
 
 
 def test_a_bound_by_hand() -> None:
     """100 bytes/s, 1,000 operations/s. Products that take 10 s for operations and 4 for bytes, attention that takes 6 s for bytes: 16 s become 14."""
     model = MODELS["llama-3-8b"]
     step = Step(256, 1024)
-    bandwidth, rate = model.weight_bytes / 4, products(model, step).operations / 10
+    bandwidth, rate = 2.0 * model.num_parameters / 4, products(model, step).operations / 10
     attend_s = attention(model, step).num_bytes / bandwidth
     found = bound(model, step, bandwidth, rate)
     assert attend_s > 6 and found.seconds == pytest.approx(10 + attend_s) and found.attention == pytest.approx(attend_s / (10 + attend_s))

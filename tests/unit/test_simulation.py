@@ -11,7 +11,9 @@ from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.output_lengths import OutputLengths
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost, StepCostFit
-from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, find_model, kv_tokens
+from services.compute.simulation.hardware import HARDWARE
+from services.compute.simulation.models import MODELS, find_model
+from services.compute.simulation.roofline import Roofline, Work, kv_tokens
 from services.compute.simulation.simulator import replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
 from services.operator.cli import main
@@ -48,13 +50,17 @@ def test_files_of_requests(tmp_path: Path) -> None:
 
 
 def test_a_step_costs_its_bytes_or_its_operations() -> None:
-    """Llama 2 7B on an A100: 13.5 GB of weights at 1.63 TB/s; 13.5 GFLOP a token at 187 TFLOP/s."""
+    """Llama 2 7B on an A100: 13.2 GB of weights that are read, at 1.63 TB/s; 13.0 GFLOP a token in the layers, at 187 TFLOP/s."""
     cost = Roofline(MODELS["llama-2-7b"], HARDWARE["a100-80g"])
-    assert cost.seconds(1, 0) == pytest.approx(13.48e9 / 1.632e12 + 1.5e-3, rel=1e-3)
-    assert cost.seconds(1, 1000) - cost.seconds(1, 0) == pytest.approx(1000 * 524288 / 1.632e12, rel=1e-6)
-    assert cost.seconds(4096, 0) == pytest.approx(4096 * 13.48e9 / 187.2e12 + 1.5e-3, rel=1e-3)
+    one = cost.seconds(Work(1, 0, 0, 1))
+    assert one == pytest.approx(13.21e9 / 1.632e12 + 1.5e-3, rel=1e-3)
+    assert cost.seconds(Work(1, 1000, 1000, 1)) - one == pytest.approx(1000 * 524288 / 1.632e12, rel=1e-6)
+    head_s = 2 * 32_000 * 4096 / 1.632e12
+    assert cost.seconds(Work(4096, 0, 0, 1)) == pytest.approx(4096 * 12.95e9 / 187.2e12 + head_s + 1.5e-3, rel=1e-3)
+    pairs_s = 4 * 32 * 4096 / 187.2e12
+    assert cost.seconds(Work(4096, 4096, 4096 * 2048, 1)) - cost.seconds(Work(4096, 0, 0, 1)) == pytest.approx(4096 * 2048 * pairs_s, rel=1e-3)
     assert kv_tokens(MODELS["llama-2-7b"], HARDWARE["a100-80g"]) == pytest.approx(113_906, rel=1e-3)
-    assert find_model(str(DEMO_MODEL)).kv_bytes_per_token == 2 * 2 * 4 * 2 * 64
+    assert find_model(str(DEMO_MODEL)).kv_values == 2 * 4 * 2 * 64
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,122 +1,79 @@
-"""How long a step would take: from a GPU's data sheet, or from steps that were measured."""
+"""Cards and links by their data sheets, and how numbers are kept on them."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
-from services.compute.scheduling.step_cost import StepCost
-from services.compute.simulation.reading import reason
-from shared.process.errors import StartupError
-
-BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.6  # of the data sheet that good kernels reach
+# shares of the data sheets' figures that good kernels reach
+BANDWIDTH_SHARE, FLOPS_SHARE, LINK_SHARE = 0.8, 0.6, 0.8
 HOST_S = 1.5e-3  # a step costs this beside its bytes and operations
-USABLE_SHARE, ACTIVATIONS = 0.94, 2e9  # of the memory, and bytes that are neither weights nor KV
-
-
-class Cost(Protocol):
-    """Seconds of a step."""
-
-    def seconds(self, num_tokens: int, num_context_tokens: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A model's shape, from which a step's bytes and operations follow. 16-bit weights and KV."""
+class Link:
+    """A way between cards. Each card receives `bandwidth` bytes/s while it sends as many. A gather of N
+    ranks takes base_s + (N - 1) hop_s beside its bytes, as in a ring."""
 
-    num_parameters: float
-    num_layers: int
-    num_heads: int  # of queries
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def weight_bytes(self) -> float:
-        return 2.0 * self.num_parameters
+    bandwidth: float
+    base_s: float
+    hop_s: float
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def byte_s(self) -> float:
+        return 1 / (LINK_SHARE * self.bandwidth)
 
-    @property
-    def attention_operations(self) -> int:
-        """Operations of a token's attention to another: a multiplication and an addition for each
-        number of a query, and again for each of a value."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+    def latency_s(self, num_ranks: int) -> float:
+        return self.base_s + (num_ranks - 1) * self.hop_s
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
+    """A card."""
+
     memory: float  # bytes
     bandwidth: float  # bytes/s
     flops: float  # dense 16-bit operations/s
-
-
-MODELS = {
-    "llama-2-7b": ModelShape(6.74e9, 32, 32, 32, 128),
-    "llama-2-13b": ModelShape(13.02e9, 40, 40, 40, 128),
-    "llama-3-8b": ModelShape(8.03e9, 32, 32, 8, 128),
-    "llama-3-70b": ModelShape(70.6e9, 80, 64, 8, 128),
-    "qwen2.5-0.5b": ModelShape(0.494e9, 24, 14, 2, 64),
-    "qwen2.5-7b": ModelShape(7.62e9, 28, 28, 4, 128),
-}
-HARDWARE = {
-    "a100-80g": Hardware(80e9, 2.04e12, 312e12),
-    "h100-80g": Hardware(80e9, 3.35e12, 989e12),
-    "h200-141g": Hardware(141e9, 4.8e12, 989e12),
-    "l4-24g": Hardware(24e9, 0.30e12, 121e12),
-    "rtx4090-24g": Hardware(24e9, 1.01e12, 165e12),
-}
+    int8_ops: float  # dense int8 operations/s
+    link: str = "shared-memory"  # to other cards in the host
+    price: float = 0.0  # $ an hour
+    host_s: float = HOST_S
+    bandwidth_share: float = BANDWIDTH_SHARE
+    flops_share: float = FLOPS_SHARE
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
-    """The larger of the time for the step's bytes (weights once, all KV that attention reads) and
-    for its operations, plus the host's."""
+class Precision:
+    """Bytes of a number, by where it is kept. Embeddings, and what ranks exchange, have 16 bits."""
 
-    model: ModelShape
-    hardware: Hardware
-
-    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
-        num_bytes = self.model.weight_bytes + num_context_tokens * self.model.kv_bytes_per_token
-        operations = 2.0 * self.model.num_parameters * num_tokens
-        return max(num_bytes / (BANDWIDTH_SHARE * self.hardware.bandwidth), operations / (FLOPS_SHARE * self.hardware.flops)) + HOST_S
+    weight_bytes: float = 2.0  # in the layers
+    head_bytes: float = 2.0  # in the LM head
+    kv_bytes: float = 2.0
+    has_int8_products: bool = False
 
 
-def kv_tokens(model: ModelShape, hardware: Hardware) -> int:
-    """Tokens whose KV fits beside the weights. Raises StartupError if there is no room."""
-    left = hardware.memory * USABLE_SHARE - model.weight_bytes - ACTIVATIONS
-    if left < model.kv_bytes_per_token:
-        raise StartupError(f"--model: its weights take {model.weight_bytes / 1e9:.0f} GB, the hardware has {hardware.memory / 1e9:.0f}")
-    return int(left // model.kv_bytes_per_token)
-
-
-def find_model(name: str) -> ModelShape:
-    """A known shape, or that of a checkpoint folder. Raises StartupError."""
-    if name in MODELS:
-        return MODELS[name]
-    try:
-        config = json.loads((Path(name) / "config.json").read_text())
-        hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-        kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-        layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
-        embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise StartupError(f"--model {name}: no checkpoint folder ({reason(error)}), and not one of {', '.join(MODELS)}") from None
-    return ModelShape(layers * layer + embeddings, layers, heads, kv_heads, head_dim)
-
-
-def find_hardware(name: str, model: ModelShape) -> tuple[Cost, int]:
-    """A known GPU, or a .json with the cost of measured steps. Returns the cost and the KV cache's
-    tokens. Raises StartupError."""
-    if name in HARDWARE:
-        return Roofline(model, HARDWARE[name]), kv_tokens(model, HARDWARE[name])
-    try:
-        fields = json.loads(Path(name).read_text())
-        fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]
-        if fixed_s <= 0 or min(others) < 0:
-            raise ValueError("costs must not be negative, fixed_s not 0")
-        return StepCost(*costs), int(fields["kv_tokens"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"
-        raise StartupError(f"{text} ({reason(error)})") from None
+# Latencies: NCCL's own model of a ring with its LL128 protocol (src/graph/tuning.cc). Over TCP a hop is
+# assumed to take 30 us, and a barrier in shared memory 2 us for each rank; so are 10 GB/s there.
+LINKS = {
+    "nvlink3": Link(300e9, 14e-6, 1.9e-6),
+    "nvlink4": Link(450e9, 14e-6, 1.9e-6),
+    "pcie4": Link(31.5e9, 14e-6, 2.5e-6),
+    "pcie5": Link(63e9, 14e-6, 2.5e-6),
+    "ethernet-10g": Link(1.25e9, 14e-6, 30e-6),
+    "ethernet-25g": Link(3.125e9, 14e-6, 30e-6),
+    "ethernet-100g": Link(12.5e9, 14e-6, 30e-6),
+    "shared-memory": Link(10e9, 0.0, 2e-6),
+}
+# NVIDIA's data sheets, without sparsity; a 4090 with sums in float32. The prices are round, and assumed.
+HARDWARE = {
+    "a100-40g": Hardware(40e9, 1.555e12, 312e12, 624e12, "nvlink3", 1.3),
+    "a100-80g": Hardware(80e9, 2.04e12, 312e12, 624e12, "nvlink3", 1.8),
+    "h100-80g": Hardware(80e9, 3.35e12, 989e12, 1979e12, "nvlink4", 3.0),
+    "h200-141g": Hardware(141e9, 4.8e12, 989e12, 1979e12, "nvlink4", 3.8),
+    "l40s-48g": Hardware(48e9, 0.864e12, 362e12, 733e12, "pcie4", 1.0),
+    "l4-24g": Hardware(24e9, 0.30e12, 121e12, 242e12, "pcie4", 0.6),
+    "rtx4090-24g": Hardware(24e9, 1.01e12, 165e12, 660e12, "pcie4", 0.4),
+}
+PRECISIONS = {  # by --quantization
+    "none": Precision(),
+    "w8a8": Precision(1.0, 1.0, has_int8_products=True),
+    "w4": Precision(4.75 / 8, 1.0),  # groups of 32 on a GPU; multiplied in 16 bits
+}
+KV_BYTES = {"auto": 2.0, "int8": 1 + 2 / 64}  # by --kv-cache-dtype; a float16 scale for 64 numbers

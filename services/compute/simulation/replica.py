@@ -3,17 +3,21 @@ additions."""
 
 from array import array
 from collections.abc import Sequence as Numbers
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import TypeVar, cast
 
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
 from services.compute.sequence import Sequence
-from services.compute.simulation.hardware import Cost
+from services.compute.simulation.machine import Cost
+from services.compute.simulation.roofline import Work, pairs_of
 from services.compute.simulation.trace import TraceRequest
 from shared.model.sampling_params import SamplingParams
 
+AnyScheduler = TypeVar("AnyScheduler", bound=Scheduler)
 ROW = BatchRow(0, (), 0, ())  # in the place of every row
 
 
@@ -50,10 +54,12 @@ class SteadyScheduler(Scheduler):
 
     num_tokens = 0  # of the step that was scheduled last
     num_context_tokens = 0
+    num_pairs = 0
+    num_rows = 0
     sampled: list[Sequence]  # those that get a token
 
     def schedule(self) -> ScheduledBatch | None:
-        self.num_tokens = self.num_context_tokens = 0
+        self.num_tokens = self.num_context_tokens = self.num_pairs = self.num_rows = 0
         self.sampled = []
         return super().schedule()
 
@@ -61,6 +67,8 @@ class SteadyScheduler(Scheduler):
         sequence.num_computed_tokens = last = sequence.num_computed_tokens + num_tokens
         self.num_tokens += num_tokens
         self.num_context_tokens += last
+        self.num_pairs += pairs_of(num_tokens, last)
+        self.num_rows += 1
         if last == len(sequence.token_ids):
             self.sampled.append(sequence)
         return ROW
@@ -80,6 +88,29 @@ class SteadyScheduler(Scheduler):
         """A step of decodes alone ran without the scheduler: the refused head waits for it, too."""
         if self._refused is not None and len(self.waiting) and self._has_refused:
             self._refused = (self._refused[0], self._refused[1] + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Bounds on a replica's steps and sequences."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    block_size: int
+    admission: str
+    max_total_tokens: int  # that each request asks for, prompt and answer together
+    target_itl_s: float | None = None
+
+    def scheduler(self, kind: type[AnyScheduler], kv_tokens: int) -> AnyScheduler:
+        """A scheduler whose KV cache has room for so many tokens."""
+        blocks = CountedBlocks(kv_tokens // self.block_size, self.block_size)
+        return kind(
+            blocks,
+            make_admission(self.admission, blocks),
+            max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens,
+            target_itl_s=self.target_itl_s,
+        )
 
 
 class Outcomes:
@@ -119,7 +150,7 @@ class Replica:
         self._most_steady = 0  # steady steps that may be made before the scheduler is asked
         self._ends: list[tuple[int, Sequence]] = []  # steady steps until its end: the next one last
         self._num_context_tokens = 0  # of the next steady step
-        self._step = (0, 0, 0.0)  # tokens, context tokens and seconds of the step that runs
+        self._step, self._seconds = Work(0, 0, 0, 0), 0.0  # the step that runs
 
     def add(self, number: int, num_output_tokens: int = 0) -> None:
         """A request of the trace waits for its turn, with the tokens that it has got elsewhere."""
@@ -138,24 +169,24 @@ class Replica:
         self._is_steady = self._num_steady < self._most_steady and bool(self._ends) and scheduler.is_blocked
         if self._is_steady:
             scheduler.pass_step()
-            num_tokens, num_context_tokens = len(scheduler.running), self._num_context_tokens
+            num_sequences, num_context_tokens = len(scheduler.running), self._num_context_tokens
+            self._step = Work(num_sequences, num_context_tokens, num_context_tokens, num_sequences)
         else:
             self._catch_up()
             if scheduler.schedule() is None:
                 return None
-            num_tokens, num_context_tokens = scheduler.num_tokens, scheduler.num_context_tokens
+            self._step = Work(scheduler.num_tokens, scheduler.num_context_tokens, scheduler.num_pairs, scheduler.num_rows)
             self.outcomes.num_asked += 1
-        seconds = self.cost.seconds(num_tokens, num_context_tokens)
-        self._step = num_tokens, num_context_tokens, seconds
-        return now + seconds
+        self._seconds = self.cost.seconds(self._step)
+        return now + self._seconds
 
     def end_step(self, now: float) -> None:
         """The step that began has run: its tokens are there."""
-        num_tokens, num_context_tokens, seconds = self._step
+        num_tokens, num_context_tokens = int(self._step.num_tokens), int(self._step.num_context_tokens)
         self.outcomes.num_steps += 1
         self.outcomes.num_tokens += num_tokens
         if self.scheduler.target_itl_s is not None:
-            self.scheduler.step_cost.observe(num_tokens, num_context_tokens, seconds)
+            self.scheduler.step_cost.observe(num_tokens, num_context_tokens, self._seconds)
         if not self._is_steady:
             self._append(now)
             return

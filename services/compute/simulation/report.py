@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.compute.simulation.fleet import Run
+from services.compute.simulation.replica import Outcomes
 from services.compute.simulation.simulator import percentiles
 from shared.model.arrays import Array
 
@@ -36,16 +37,16 @@ class Figures:
     hours: float  # of replicas
 
 
-def latencies(run: Run) -> tuple[Array, Array]:
+def latencies(outcomes: Outcomes) -> tuple[Array, Array]:
     """The requests' TTFT and TPOT, [n] float64, s: from arrival to the first token, and from there
     for each token to the last."""
-    requests, first_at = run.outcomes.requests, np.array(run.outcomes.first_at)
+    requests, first_at = outcomes.requests, np.array(outcomes.first_at)
     gaps = np.maximum(1, np.array([each.num_output_tokens for each in requests]) - 1)
-    return first_at - np.array([each.arrived_at for each in requests]), (np.array(run.outcomes.last_at) - first_at) / gaps
+    return first_at - np.array([each.arrived_at for each in requests]), (np.array(outcomes.last_at) - first_at) / gaps
 
 
 def figures(run: Run, limits: Limits) -> Figures:
-    ttft, tpot = latencies(run)
+    ttft, tpot = latencies(run.outcomes)
     num_good = int(((ttft <= limits.ttft_s) & (tpot <= limits.tpot_s)).sum())
     return Figures(len(ttft) / run.seconds, num_good / run.seconds, num_good / len(ttft), percentiles(ttft), percentiles(tpot), run.replica_s / 3600)
 

@@ -4,6 +4,7 @@ same on a CPU, slowly: so it is tested without a GPU."""
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from services.compute.backends.buffers import to_device_together
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
+from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
 from services.compute.backends.cuda.kernels import blocks as kernels
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
@@ -25,6 +27,7 @@ from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Mat
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
+from services.compute.parallel.ranks import Cut
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
@@ -79,11 +82,17 @@ class CudaBackend:
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
         return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002
+    def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
+
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> CudaExperts | None:
+        """None: some have other forms than others, as where a file's numbers make it so."""
+        pairs = [(gate_up, down) for gate_up, down in experts if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)]
+        assert len(pairs) == len(experts)
+        return CudaExperts(pairs, num_experts, first) if pairs and all(are_alike(each) for each in zip(*pairs, strict=True)) else None
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
         if self.dtype == torch.float32 and heads.head_dim > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
@@ -91,11 +100,9 @@ class CudaBackend:
             raise StartupError(f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute capability {found}")
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
-        """Make one call of the layers, but for mixtures of experts: how many tokens an expert gets
-        is known on the host only, so their steps can't be recorded."""
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
+        if cut is not None or not all(layer.mlp.is_recordable for layer in layers):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 
@@ -153,7 +160,8 @@ class CudaBackend:
 
         def make(size: int) -> Callable[[], Tensor]:
             assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
-            x, plan = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device), self._plan(step.attention, [1] * size)
+            x = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device)
+            plan = self._plan(step.attention, [1] * size, num_ropes=max(step.stack.wiring.ropes) + 1)
             return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
 
         make(sizes[0])()  # compiles what is missing
@@ -198,13 +206,13 @@ class CudaBackend:
             wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
-    def _plan(self, attention: CudaAttention, lens: list[int]) -> CudaPlan:
+    def _plan(self, attention: CudaAttention, lens: list[int], *, num_ropes: int = 1) -> CudaPlan:
         """The plan of a step of so many tokens of each sequence, which begins with them."""
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-max(lens) // SMALLEST_BLOCK)))
         shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
         ropes = self.buffers.take("cos 0", shape, torch.float32), self.buffers.take("sin 0", shape, torch.float32)
-        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,))
+        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,) * num_ropes)
         plan = attention.plan(inputs, SMALLEST_BLOCK)
         self.buffers.upload()
         return plan
