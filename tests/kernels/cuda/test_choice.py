@@ -47,6 +47,7 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 34, 1 << 34))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(StartupError, match=r"^--device cuda: Tesla T4 has compute capability 7.5, the kernels need 8.0 \(Ampere\) or newer$"):
         choose.choose_device("cuda")
     assert choose.choose_device("auto").type == "cpu"
@@ -100,7 +101,7 @@ def test_a_server_on_a_gpu_begins_with_steps_of_every_kind(monkeypatch: pytest.M
         return run(runner, batch)
 
     plain = engine_module.build_engine(settings, files)
-    monkeypatch.setattr(engine_module, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(engine_module, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(engine_module, "choose_backend", lambda *_, **__: plain.runner.model.backend)
     monkeypatch.setattr(ModelRunner, "run", run_noted)
     engine = engine_module.build_engine(settings, files)
