@@ -48,6 +48,7 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     with pytest.raises(StartupError, match=r"^--device cuda: Tesla T4 has compute capability 7.5, the kernels need 8.0 \(Ampere\) or newer$"):
         choose.choose_device("cuda")
     assert choose.choose_device("auto").type == "cpu"
