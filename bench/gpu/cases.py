@@ -13,6 +13,7 @@ from bench.gpu.experts import check_experts, measure_experts
 from bench.gpu.journal import Found, Journal
 from bench.gpu.kernels import FORMS, VENDORS, kernel_checks
 from bench.gpu.models import DRAWS, check_flight, check_model
+from bench.gpu.recordings import check_recordings
 from bench.gpu.speed import Ceilings, Served, layer_shapes, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS
@@ -51,12 +52,12 @@ class Wanted:
 def make_cases(wanted: Wanted, journal: Journal, folder: Path) -> Iterator[Case]:
     """folder: for models that are made."""
     device = torch.device("cpu" if wanted.is_interpreted else "cuda")
-    narrow, wide = CudaBackend(torch.bfloat16, device), CudaBackend(torch.float32, device)
+    narrow, half, wide = (CudaBackend(dtype, device) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     modes = [mode for mode in wanted.modes if mode != "fp8" or narrow.has_float8]
     shapes = wanted.shapes
     parts: dict[str, Callable[[], Iterator[Case]]] = {
-        "kernels": lambda: check_kernels([wide, narrow], is_interpreted=wanted.is_interpreted),
-        "models": lambda: check_models(narrow, wide, folder, is_interpreted=wanted.is_interpreted),
+        "kernels": lambda: check_kernels([wide, narrow, half], is_interpreted=wanted.is_interpreted),
+        "models": lambda: check_models(narrow, half, wide, folder, is_interpreted=wanted.is_interpreted),
         "ceilings": lambda: iter([Case("ceilings", "ceilings", lambda: [measure_ceilings(narrow)])]),
         "layers": lambda: measure_layers(narrow, shapes, modes),
         "steps": lambda: measure_all_steps(narrow, shapes, modes, journal),
@@ -86,7 +87,7 @@ def dtype_of(backend: CudaBackend) -> str:
     return str(backend.dtype).removeprefix("torch.")
 
 
-def check_models(narrow: CudaBackend, wide: CudaBackend, folder: Path, *, is_interpreted: bool) -> Iterator[Case]:
+def check_models(narrow: CudaBackend, half: CudaBackend, wide: CudaBackend, folder: Path, *, is_interpreted: bool) -> Iterator[Case]:
     lengths, num_tokens = ((5, 21, 40), 4) if is_interpreted else ((5, 21, 40, 600, 90, 17, 33), 32)
 
     @cache
@@ -101,6 +102,12 @@ def check_models(narrow: CudaBackend, wide: CudaBackend, folder: Path, *, is_int
     for mode, group in MODES:
         if mode != "fp8" or narrow.has_float8:
             yield Case("models", f"model, {mode}, KV in groups of {group}", partial(run, narrow, mode, group, None))
+    for mode, group in MODES[:2]:
+        yield Case("models", f"model, float16, {mode}, KV in groups of {group}", partial(run, half, mode, group, None))
+    if not is_interpreted:
+        yield Case(
+            "models", "recordings", lambda: [check_recordings(tiny(), narrow, max_num_seqs=256, max_batched_tokens=2048, longest=4000)]
+        )  # fmt: skip
     few = {"lengths": lengths[:1] if is_interpreted else lengths, "draws": DRAWS[:2] if is_interpreted else DRAWS}
     yield Case("models", "a step in flight", lambda: [check_flight(tiny(), narrow, **few)])  # type: ignore[arg-type]
 

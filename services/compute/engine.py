@@ -87,10 +87,14 @@ def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits
     return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
-def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
-    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes
-    bfloat16)."""
+def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dtype:
+    """The dtype asked for, or the checkpoint's, but for float16 on a CPU, which computes it slowly.
+    Raises StartupError where it is asked for there."""
+    if name == "float16" and device.type == "cpu":
+        raise StartupError("--dtype float16 runs on a GPU only (--device cuda); a CPU takes bfloat16 or float32")
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if wanted == "float16" and device.type != "cpu":
+        return torch.float16
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
@@ -285,7 +289,7 @@ def open_tower(settings: EncoderSettings, files: ModelFiles) -> VisionTower:
     device = choose_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-    return load_vision_tower(files, choose_dtype(settings.dtype, files), device)
+    return load_vision_tower(files, choose_dtype(settings.dtype, files, device), device)
 
 
 def load_vision_tower(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> VisionTower:
@@ -302,10 +306,13 @@ def refuse_segments(model: Model, block_size: int) -> str:
 
 
 def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:
-    """The limit, but for sequences that all free memory could not hold: a file may say any number."""
+    """The limit, but for sequences that all free memory could not hold: a file may say any number. On
+    a GPU also where there is no limit, for nothing may grow there later."""
     shape = model.config
     token_bytes = shape.num_layers * model.backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape))
-    return limit if limit is None or token_bytes == 0 else min(limit, max(free_memory(model.backend.device) // token_bytes, 1))
+    if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
+        return limit
+    return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))
 
 
 def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: KVCache) -> KVTier | None:
@@ -324,7 +331,8 @@ def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.dev
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
         torch.set_num_threads(num_threads or os.cpu_count() or 1)
-    return choose_backend(choose_dtype(settings.dtype, files), device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
+    dtype = choose_dtype(settings.dtype, files, device)
+    return choose_backend(dtype, device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
 
 
 def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:

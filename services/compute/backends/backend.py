@@ -377,6 +377,11 @@ class Backend(Protocol):
         """A layer's cache, [2, num_blocks, ...] of keys and of values, zeros."""
         ...
 
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), of make_kv_layer's caches of one shape, one after the other. None
+        is copied from after it was copied to."""
+        ...
+
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserve what the largest step takes. `shared` counts all that has been reserved so far,
         whoever asked for it."""

@@ -158,7 +158,7 @@ def launch_experts(backend: CudaBackend, quantization: str) -> None:
 def launch_finish(layer: CudaLinear) -> None:
     """Launches what follows the vendor's product, which is not compiled here."""
     layer.vendor_from = 1
-    layer(torch.zeros(1, 4096).bfloat16(), residual=torch.zeros(1, layer.num_outputs).bfloat16() if layer.activation is None else None)
+    layer(torch.zeros(1, 4096, dtype=layer.dtype), residual=torch.zeros(1, layer.num_outputs, dtype=layer.dtype) if layer.activation is None else None)
 
 
 def launch_float8(backend: CudaBackend) -> None:
@@ -176,7 +176,7 @@ def launch_float8(backend: CudaBackend) -> None:
 
 def launch_all(capability: int) -> None:
     """Every kernel, in every form that the layers of real models ask for."""
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         backend, is_wide = CudaBackend(dtype, CPU), dtype == torch.float32
         backend.capability = (capability // 10, capability % 10)
         for quantization in ("none",) if is_wide else ("none", "w8a8", "w4", "nf4"):
@@ -185,7 +185,7 @@ def launch_all(capability: int) -> None:
         if not is_wide:
             launch_float8(backend)
             for quantization, is_gated in itertools.product(("none", "w8a8"), (True, False)):
-                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).bfloat16()), quantization=quantization, is_gated=is_gated))
+                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).to(dtype)), quantization=quantization, is_gated=is_gated))
         for dim, group in ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64)):
             try:
                 attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
@@ -194,9 +194,16 @@ def launch_all(capability: int) -> None:
                 continue
             kv, angles = backend.make_kv_layer(64, 16, 8, dim, group=group), torch.ones(71, dim // 2)
             inputs = AttentionInputs([1, 70], [300, 80], [tuple(range(50))] * 2, torch.arange(71), ((angles, angles),))
+            empty = torch.zeros(0, dtype=torch.int64)
             norm = torch.ones(dim, dtype=dtype)
-            for each in (inputs, replace(inputs, block_lens=[(16,) * 50] * 2), replace(inputs, last_seen=[299, *range(10, 80)])):
+            for each in (
+                inputs,
+                replace(inputs, slot_mapping=empty),
+                replace(inputs, block_lens=[(16,) * 50] * 2),
+                replace(inputs, last_seen=[299, *range(10, 80)]),
+            ):
                 attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(each, 16), window=None, norms=(norm, norm), eps=1e-6)
+        backend.copy_blocks([kv, kv], [(0, 1)])
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
@@ -231,6 +238,7 @@ def launch_server(compiler: Compiler) -> None:
                 table = tuple(range(256))
                 rows = [BatchRow(handle, (0,) * length, num_computed, table, range(length - 1, length)) for handle, length in enumerate(lens)]
                 batch = ScheduledBatch(tuple(rows), lens.count(1))
+                runner.kv_cache.copy_blocks(((1, 2), (2, 3)))
                 logits = runner.logits(batch, runner.run(batch))
                 for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
                     begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params).prefix() for row in rows], backend.row_search)

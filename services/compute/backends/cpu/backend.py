@@ -84,6 +84,9 @@ class CpuBackend:
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
         return self.torch.make_kv_layer(num_blocks, block_size, num_kv_heads, head_dim, group=group)
 
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        self.torch.copy_blocks(layers, copies)
+
     def workspace(self, step: LargestStep) -> Workspace:
         """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""
         logits = 0

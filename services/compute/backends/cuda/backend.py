@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring, Workspace
+from services.compute.backends.buffers import to_device_together
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, multiprocessors_of, version_of
 from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
+from services.compute.backends.cuda.kernels import blocks as kernels
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, divide, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
@@ -29,7 +32,9 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
+HALVES = (torch.bfloat16, torch.float16)  # dtypes of what meets quantized weights
 KINDS = 2  # of recordings of a size: with blocks that are tokens in part, and without
+WORD, COPIED_AT_ONCE = 8, 1024  # bytes; and words of a program
 LISTED = 64  # candidates of a row that most steps ask for
 
 
@@ -57,7 +62,7 @@ class CudaBackend:
         matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
         if isinstance(matrix, Joined):
             return False
-        return isinstance(matrix, Dense) or (self.dtype == torch.bfloat16 and has_products and is_readable(matrix))
+        return isinstance(matrix, Dense) or (self.dtype in HALVES and has_products and is_readable(matrix))
 
     @property
     def has_float8(self) -> bool:
@@ -67,8 +72,8 @@ class CudaBackend:
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
         whole_n: int | None = None,
     ) -> CudaLinear:  # fmt: skip
-        if quantization not in ("none", "fp8") and self.dtype != torch.bfloat16:
-            raise StartupError(f"--quantization {quantization} needs --dtype bfloat16")
+        if quantization not in ("none", "fp8") and self.dtype not in HALVES:
+            raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float16")
         if quantization == "fp8" and not self.has_float8:
             needed, found = version_of(OLDEST_FLOAT8), version_of(self.capability)
             raise StartupError(f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: w8a8 takes as much memory")
@@ -118,6 +123,15 @@ class CudaBackend:
         row = kv_row_size(head_dim, group) if group else head_dim
         return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
 
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        block_bytes = layers[0][0, 0].nbytes
+        assert block_bytes % WORD == 0
+        bases, pairs = to_device_together([np.array([each.data_ptr() for each in layers], np.int64), np.array(copies, np.int64)], self.device)
+        num_words = block_bytes // WORD
+        kernels.copy_blocks[(len(layers), 2, triton.cdiv(num_words, COPIED_AT_ONCE))](
+            bases, pairs, len(copies), num_words, layers[0].stride(0) * layers[0].element_size() // WORD, BLOCK=COPIED_AT_ONCE, num_warps=4
+        )  # fmt: skip
+
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
         measures what they took, and what this model's recordings will take. Without a GPU there is
@@ -144,8 +158,8 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _recording_bytes(self, step: LargestStep, free_bytes: Callable[[], int]) -> int:
-        """What recordings of all sizes take, by two that are made and dropped: they share the memory
-        in which the largest works, and the driver keeps something of each."""
+        """Bytes of the recordings of all sizes, by two that are made and dropped: all share the
+        memory in which the largest works, and the driver keeps something of each."""
         assert isinstance(step.attention, CudaAttention)
         heads, sizes = step.attention.heads, recorded_sizes(step.num_logits)
         kv = self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
@@ -153,7 +167,8 @@ class CudaBackend:
 
         def make(size: int) -> Callable[[], Tensor]:
             assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
-            x, plan = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device), self._plan(step.attention, [1] * size)
+            x = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device)
+            plan = self._plan(step.attention, [1] * size, num_ropes=max(step.stack.wiring.ropes) + 1)
             return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
 
         make(sizes[0])()  # compiles what is missing
@@ -200,13 +215,13 @@ class CudaBackend:
             wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
-    def _plan(self, attention: CudaAttention, lens: list[int]) -> CudaPlan:
+    def _plan(self, attention: CudaAttention, lens: list[int], *, num_ropes: int = 1) -> CudaPlan:
         """The plan of a step of so many tokens of each sequence, which begins with them."""
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-max(lens) // SMALLEST_BLOCK)))
         shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
         ropes = self.buffers.take("cos 0", shape, torch.float32), self.buffers.take("sin 0", shape, torch.float32)
-        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,))
+        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,) * num_ropes)
         plan = attention.plan(inputs, SMALLEST_BLOCK)
         self.buffers.upload()
         return plan
