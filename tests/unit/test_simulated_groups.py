@@ -1,6 +1,7 @@
 """Replicas of several cards in the simulator: parts add up, no rank works more than one card would, and links and bubbles cost what they must."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -9,11 +10,14 @@ from hypothesis import strategies as st
 from services.compute.parallel.share import Share
 from services.compute.simulation.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
 from services.compute.simulation.models import MODELS, ModelShape, Part, part_of
+from services.compute.simulation.replica import StepLimits
 from services.compute.simulation.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, weight_bytes
-from services.compute.simulation.table import PUBLISHED, simulate_published
+from services.compute.simulation.table import PUBLISHED, Case, simulate_line, simulate_published
+from services.compute.simulation.trace import load_trace
 from services.operator.cli import main
 from shared.process.errors import StartupError
 
+ROOT = Path(__file__).parents[2]
 FREE = Link(1e30, 0.0, 0.0)
 A100 = HARDWARE["a100-80g"]
 precisions = st.sampled_from(list(PRECISIONS.values()))
@@ -145,11 +149,23 @@ def test_experts_are_read_as_they_are_chosen() -> None:
     assert cost.seconds(Work(64, 0, 0, 1)) - one == pytest.approx((8 * (1 - 0.75**64) - 2) * expert_s, rel=1e-6)
 
 
-def test_published_figures_are_met() -> None:
-    """By batches of one; `penstock simulate --published` has all."""
-    for case in PUBLISHED:
-        if case.batch == 1:
-            assert 0.9 < simulate_published(case) / case.tokens_s < 1.1
+def rows_of(page: str, section: str) -> list[list[str]]:
+    """The cells of the tables below a heading of the page."""
+    text = page.split(f"\n{section}\n")[1].split("\n#")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_the_page_says_what_the_simulator_says() -> None:
+    """One line of a model, and the published batches of one: all of them would take minutes."""
+    page = (ROOT / "docs/operate/hardware.md").read_text()
+    limits = StepLimits(256, 2048, 16, "paged", 4096)
+    case = Case("h100-80g", "w8a8", "int8", Group(1, 1, LINKS["nvlink4"], LINKS["nvlink4"]), 3.0)
+    line = simulate_line(MODELS["llama-3-8b"], case, load_trace("synthetic", 1024), limits)
+    assert line is not None and line.cells in rows_of(page, "### llama-3-8b")
+    published = rows_of(page, "## Beside published figures")
+    for each in PUBLISHED:
+        if each.batch == 1:
+            assert f"{simulate_published(each):,.1f}" in {row[6] for row in published if row[0] == each.model}
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
