@@ -90,7 +90,8 @@ def kind_seconds(kind: str, sizes: Sizes, step_seconds: Callable[[ScheduledBatch
             found.append(seconds)
         return seconds
 
-    requests = [TraceRequest(context, NUM_STEPS)] * count if count else [TraceRequest(context, 1)] * NUM_STEPS
+    num_output = NUM_STEPS + 2 + count * context // (sizes.max_batched_tokens // 2)  # the first ones still run when the last one begins
+    requests = [TraceRequest(context, num_output)] * count if count else [TraceRequest(context, 1)] * NUM_STEPS
     run(requests, replace(sizes, max_num_seqs=count or 1), measured)
     return statistics.median(found)
 
@@ -158,6 +159,8 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     args = parser.parse_args()
+    if args.max_batched_tokens < 512:
+        parser.error(f"--max-batched-tokens: a prompt of 512 is one step here, got {args.max_batched_tokens}")
     requests = [
         replace(each, num_prompt_tokens=min(each.num_prompt_tokens, LONGEST // 2), num_output_tokens=min(each.num_output_tokens, LONGEST // 2))
         for each in load_trace("synthetic", args.num_requests)
