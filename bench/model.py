@@ -23,15 +23,17 @@ from bench.model_folder import model_folder
 from services.compute.backends.backend import Linear, RowSearch
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import QUANTIZATIONS, NativeLinear
+from services.compute.backends.gathered import own_of
 from services.compute.backends.matrix import Dense
 from services.compute.batch import ScheduledBatch
 from services.compute.engine import build_engine
+from services.compute.group.ends import Group
 from services.compute.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from shared.model.files import open_model
+from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings
 
@@ -72,8 +74,12 @@ def load(model: Path, mode: str, **more: object) -> Engine:
     settings = ComputeSettings(
         model=str(model), dtype="bfloat16", quantization=mode, prefix_caching=False, kv_cache_memory="2GiB", max_batched_tokens=1024, **more,  # type: ignore[arg-type]
     )  # fmt: skip
-    files = open_model(str(model), weights=True)
-    engine = build_engine(settings, files)
+    return load_engine(settings, open_model(str(model), weights=True))
+
+
+def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
+    """The model as settings want it. group: that this process leads."""
+    engine = build_engine(settings, files, group)
     scheduler, runner = engine.scheduler, engine.runner
     decoder = runner.model
     assert isinstance(decoder, Decoder)
@@ -82,8 +88,9 @@ def load(model: Path, mode: str, **more: object) -> Engine:
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = decoder.weights
     linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]
+    own = [found for each in linears if (found := own_of(each)) is not None]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
-    return Engine(scheduler, runner, engine.runner.row_search, num_parameters, sum(map(stored_bytes, linears)))
+    return Engine(scheduler, runner, engine.runner.row_search, num_parameters, sum(map(stored_bytes, own)))
 
 
 def stored_bytes(linear: Linear) -> int:

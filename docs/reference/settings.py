@@ -11,7 +11,8 @@ from pydantic import ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
-from shared.process.settings import StageSettings
+from shared.process import settings
+from shared.process.stage_settings import StageSettings
 
 INTRODUCTION = """A flag is also an environment variable: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. A flag overrides the variable. `penstock up` and
 `penstock serve STAGE` take the flags below; each section says which of them. A size is a number of bytes, or a number with a unit: `4GiB`, `512MB`. A
@@ -46,7 +47,15 @@ def groups(group: type[StageSettings]) -> list[type[StageSettings]]:
     found = [group]
     for child in group.__subclasses__():
         found += [each for each in groups(child) if each not in found]
-    return sorted(dict.fromkeys(found), key=lambda each: list(vars(__import__(each.__module__, fromlist=["_"])).values()).index(each))
+    return sorted(dict.fromkeys(found), key=place_of)
+
+
+def place_of(group: type[StageSettings]) -> int:
+    """Where its section stands: in the order of shared/process/settings.py, and a class of another
+    file before the first that takes it."""
+    known = [each for each in vars(settings).values() if isinstance(each, type) and issubclass(each, StageSettings)]
+    own = [2 * number for number, each in enumerate(known) if each.__module__ == settings.__name__ and issubclass(each, group)]
+    return own[0] - (group.__module__ != settings.__name__)
 
 
 def title(group: type[StageSettings]) -> str:

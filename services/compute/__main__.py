@@ -1,21 +1,43 @@
 """`python -m services.compute`: settings, objects, run."""
 
-from shared.model.files import open_model
+from contextlib import nullcontext
+
+from services.compute.group.ends import Group, Member
+from services.compute.group.launch import join_group, open_group, rank_of
+from shared.model.files import ModelFiles, open_model
 from shared.process.settings import ComputeSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def main() -> None:
     settings = load_settings(ComputeSettings)
-    start_logging(settings)
+    rank = rank_of(settings)
+    start_logging(settings, rank)
     files = open_model(settings.model, settings.served_model_name, weights=True)
 
-    # torch takes seconds to import: only now, so that a bad setting is told at once
+    # torch takes seconds to import: only in the functions below, so that a bad setting, or a rank that
+    # does not fit in, is told at once
+    if rank:
+        with join_group(settings) as member:
+            return follow(settings, files, member)
+    with open_group(settings) or nullcontext() as group:
+        serve(settings, files, group)
+        if group is not None:
+            group.close()
+
+
+def follow(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
+    from services.compute.rank import run_rank
+
+    run_rank(settings, files, member)
+
+
+def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> None:
     from services.compute.engine import build_engine
     from services.compute.service import ComputeService
     from services.compute.weights.sizes import sizes_of
 
-    engine = build_engine(settings, files)
+    engine = build_engine(settings, files, group)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = engine.fingerprint
     stage.is_encoder = engine.is_encoder

@@ -17,19 +17,22 @@ from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, c
 from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier
 from services.compute.fingerprint import fingerprint, vision_fingerprint
+from services.compute.group.commands import Loaded
+from services.compute.group.ends import Group, Member
 from services.compute.images.encoding import ImageEncoding
 from services.compute.images.tower import VisionTower, load_tower
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import is_native, read_config
 from services.compute.models.decoder import Decoder
+from services.compute.place import ALONE, Place, agree_on_blocks, load_decoder, make_runner, open_place
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.speculation.draft_models import load_draft_models, make_chain_proposer
+from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
 from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.heads import load_heads, make_head_proposer
+from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
-from services.compute.warm_up import check_numbers, first_kernels, warm_up
-from services.compute.weights.loader import load_weights
+from services.compute.warm_up import check_numbers, first_kernels, record_steps, warm_up
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
@@ -43,6 +46,8 @@ log = get_logger("penstock.compute")
 # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
 # cores
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
+# sequences and tokens of a step: enough to keep the device busy, and a step short
+CUDA_LIMITS, CPU_LIMITS = (256, 2048), (64, 512)
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
@@ -63,8 +68,23 @@ class Engine:
     tier: KVTier | None  # of the prefix cache, with --kv-disk
     images: ImageEncoding | None  # None: it sees none
     max_sampled: int  # rows of logits of a step
+    num_stages: int  # of the model, which compute as many steps at once
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How large a step may be."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+
+
+def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits:
+    """The limits asked for, or those that suit the device."""
+    num_seqs, num_tokens = CUDA_LIMITS if device.type == "cuda" else CPU_LIMITS
+    return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
@@ -79,7 +99,8 @@ def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> 
     is time that the model loses."""
     if settings.publish_interval_ms is not None:
         return settings.publish_interval_ms / 1000
-    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
+    num_threads = torch.get_num_threads() * (1 if settings.master else settings.num_ranks)
+    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and num_threads >= (os.cpu_count() or 1) else 0.0
 
 
 def choose_step_timeout(settings: ComputeSettings, device: torch.device) -> float:
@@ -105,16 +126,17 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     return is_native(files.config)
 
 
-def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:
-    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens;
-    None: what the cache holds. Raises StartupError."""
+def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Place = ALONE) -> Model:
+    """The model as the settings want it run, or this place's part of it. max_model_len: of the
+    sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
-        weights = load_weights(
-            files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
+        return load_decoder(
+            place, 0, files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
             attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
         )  # fmt: skip
-        return Decoder(config, weights, backend)
+    if not place.is_alone:
+        raise StartupError(f"{files.name} runs on the transformers library, whole: only native models are divided over ranks (--tensor-parallel-size)")
     if settings.quantization != "none" or settings.quantize_attention_output:
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
@@ -133,54 +155,78 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     return load_transformers_model(files.folder, backend, max_model_len, load)
 
 
-def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    """Load the model. Raises StartupError."""
+def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
+    """Load the model, or rank 0's part of it. Raises StartupError."""
     try:
-        return load_engine(settings, files)
+        return load_engine(settings, files, group)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
 
 
-def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
-    torch's error where memory is too small."""
-    device = choose_device(settings.device)
-    backend = open_backend(settings, files, device)
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """What all ranks of a group load, each its part: the model, and models that draft for it."""
+
+    place: Place
+    backend: Backend
+    model: Model
+    drafting: list[DraftModel]
+    speculators: tuple[str, ...]
+    limits: StepLimits
+    limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
+
+
+def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Member | None) -> LoadedModels:
+    """Open the backend, and load the models. Raises StartupError."""
+    device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
+    backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
+    place, limits = open_place(settings, backend, end), choose_limits(settings, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
-    log.info("loading the model", model=files.name, weights=files.weights)
-    warn_of_length(settings, files)
+    if place.is_first:
+        log.info("loading the model", model=files.name, weights=files.weights)
+        warn_of_length(settings, files)
     with logging_redirect_tqdm():  # lines of log go above the bar
-        model = load_model(settings, files, backend, limit)
+        model = load_model(settings, files, backend, limit, place)
         if settings.block_size % model.backend.block_multiple:
             multiple, asked = model.backend.block_multiple, settings.block_size
             raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
         speculators = choose_speculators(settings, model)
-        drafting = load_draft_models(speculators, settings, files, model, limit)
-        heads = load_heads(settings, speculators, model)
-    images = load_images(settings, files, model)
-    models = [model, *(each.model for each in drafting)]
-    with first_kernels(device):
-        max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
-        longest = longest_that_fits(settings, model, limit) or settings.max_batched_tokens
-        workspaces = [each.workspace(settings.max_batched_tokens, max_sampled, longest) for each in models]
-        workspaces += [] if heads is None else [heads.workspace(settings.max_batched_tokens, longest)]
-        workspace_bytes = total_bytes(workspaces)
+        return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
+
+
+def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
+    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
+    torch's error where memory is too small."""
+    loaded = load_models(settings, files, group)
+    place, backend, model, drafting = loaded.place, loaded.backend, loaded.model, loaded.drafting
+    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, backend.device
+    heads = load_heads(settings, speculators, model)
+    images = load_images(settings, limits, files, model)
     is_encoder = not model.splits_prompts
-    caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv), *([heads.config] if isinstance(heads, EagleHead) else [])]
-    size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
-    kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
-    runner = ModelRunner(model, kv_cache, backend.row_search, images.embeddings if images is not None else None)
+    workspace_bytes = reserve(settings, loaded, heads)
+    caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     found = fingerprint(settings, files, model.backend)
+    if group is not None:
+        group.identify(Loaded(found.name, backend.arithmetic))
+    size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
+    kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
+    runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
+    chains = [
+        make_chain_proposer(each, runner, limits.max_batched_tokens, size.max_model_len, make_draft_runner(each, number, runner, settings, place))
+        for number, each in enumerate(drafting, 1)
+    ]
     with first_kernels(device):
         check_numbers(runner, files.name)
         if device.type == "cuda" and not is_encoder:
-            warm_up(runner, settings.max_num_seqs)
+            warm_up(runner, limits.max_num_seqs)
+            for chain in chains:
+                record_steps(chain.runner, limits.max_num_seqs)
     log.info(
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
-    scheduler = make_scheduler(settings, size, found.kv, is_encoder=is_encoder)
+    scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
     tier = open_tier(settings, scheduler.block_manager, kv_cache)
     scheduler.awaits_restoring = tier is not None
     return Engine(
@@ -190,23 +236,45 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         no_segments=refuse_segments(model, settings.block_size),
         speculators=speculators, proposers=(
             *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
-            *(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
+            *chains,
         ),
-        max_sampled=max_sampled,
+        max_sampled=max_sampled_of(limits), num_stages=settings.pipeline_parallel_size,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
 
 
-def load_images(settings: ComputeSettings, files: ModelFiles, model: Model) -> ImageEncoding | None:
+def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
+    """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
+    with first_kernels(loaded.backend.device):
+        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
+        longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
+        workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
+        workspaces += [] if heads is None else [heads.workspace(num_tokens, longest)]
+        return total_bytes(workspaces)
+
+
+def max_sampled_of(limits: StepLimits) -> int:
+    """The rows of logits that a step may have."""
+    return max(limits.max_num_seqs, PROMPT_ROWS)
+
+
+def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
+    """The models that have a KV cache: of all ranks together, where these have one memory."""
+    models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
+    is_one_memory = end is not None and end.memory_fd is not None and loaded.backend.device.type == "cpu"
+    return [each.whole if isinstance(each, Decoder) and is_one_memory else each.config for each in models]
+
+
+def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
         return None
     if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
         log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
         return None
-    if (least := files.vision.num_whole + settings.max_num_seqs) > settings.max_batched_tokens and files.vision.num_whole:
+    if (least := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
         reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
-        raise StartupError(f"--max-batched-tokens {settings.max_batched_tokens} must be at least {least}: {reason}")
+        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {least}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
     return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)
@@ -249,12 +317,13 @@ def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: 
     return KVTier(store, block_manager, kv_cache)
 
 
-def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device) -> Backend:
-    """The backend of a device, with the settings' dtype and threads. Raises StartupError."""
+def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device, num_threads: int) -> Backend:
+    """The backend of a device, with the settings' dtype. num_threads: on a CPU; 0: all cores. Raises
+    StartupError."""
     if device.type == "cpu" and settings.quantization == "fp8":
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
-        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+        torch.set_num_threads(num_threads or os.cpu_count() or 1)
     return choose_backend(choose_dtype(settings.dtype, files), device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
 
 
@@ -274,18 +343,22 @@ class CacheSize:
     max_model_len: int  # tokens, prompt and output
 
 
-def size_cache(settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int) -> CacheSize:
-    """The cache that fits in memory. configs: of all models that have one; limit: the longest
-    sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
+def size_cache(
+    settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int, end: Group | Member | None,
+) -> CacheSize:  # fmt: skip
+    """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
+    limit: the longest sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
+    if end is not None:
+        num_blocks = agree_on_blocks(end, num_blocks)
     return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(settings: ComputeSettings, model: Model, limit: int | None) -> CacheSize:
+def size_encoder_cache(settings: ComputeSettings, limits: StepLimits, model: Model, limit: int | None) -> CacheSize:
     """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
     they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
-    num_blocks = settings.max_num_seqs * -(-(longest or settings.max_batched_tokens) // settings.block_size)
+    num_blocks = limits.max_num_seqs * -(-(longest or limits.max_batched_tokens) // settings.block_size)
     return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
 
 
@@ -302,15 +375,15 @@ def smallest(limit: int | None, other: int | None) -> int | None:
     return min((each for each in (limit, other) if each is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(settings: ComputeSettings, limits: StepLimits, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
     fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
     return Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
-        max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=max(settings.max_batched_tokens, size.max_model_len) if is_encoder else settings.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=max(limits.max_batched_tokens, size.max_model_len) if is_encoder else limits.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,

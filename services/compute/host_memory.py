@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 
 import torch
 
@@ -14,6 +15,13 @@ def mapped_zeros(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def shared_memory(fd: int, num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 of a file that other processes map, too; zeros at first. A page takes memory
+    when it is written."""
+    os.ftruncate(fd, num_bytes)
+    return torch.frombuffer(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
 
 
 def give_back_free_memory() -> None:

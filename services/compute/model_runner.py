@@ -3,6 +3,7 @@ logits."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +51,11 @@ class Model(Protocol):
         ...
 
     @property
+    def finds_slots(self) -> bool:
+        """Whether it needs no slot_mapping: it finds slots from the block tables."""
+        ...
+
+    @property
     def is_row_invariant(self) -> bool:
         """Whether a token's bits are the same alone and beside others of its sequence."""
         ...
@@ -91,18 +97,19 @@ class Model(Protocol):
 # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a
 # vocabulary of 151,936
 PROMPT_ROWS = 64
+NO_IMAGES: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class ModelRunner:
     """The Executor of a model in this process."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = None
+        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
     ) -> None:  # fmt: skip
         """row_search: the model's backend's, if none is given; images: embeddings of those in the
-        batches, by key, [tokens, hidden]."""
+        batches, by key, [tokens, hidden]; None: another rank has them."""
         self.model = model
-        self.images = images if images is not None else {}
+        self.images = images
         self.kv_cache = kv_cache
         self.row_search = row_search or model.backend.row_search
         self.buffers = model.backend.buffers
@@ -118,7 +125,7 @@ class ModelRunner:
         order."""
         return self.logits(batch, self.run(batch))
 
-    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
+    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
         """Run one step up to the head: prepare it, then a forward pass that reads nothing else of
         the batch. Returns what `logits` and `prompt_logits` take.
 
@@ -163,17 +170,14 @@ class ModelRunner:
         block_size = self.kv_cache.block_size
         input_ids: list[int] = []
         positions: list[int] = []
-        slot_mapping: list[int] = []
         for row in batch.rows:
-            table, first, last = row.block_table, row.num_computed_tokens, row.num_context_tokens
             input_ids.extend(row.token_ids if not row.images else [max(0, each) for each in row.token_ids])
-            positions.extend(range(first + row.position_shift, last + row.position_shift))
-            slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
+            positions.extend(range(row.num_computed_tokens + row.position_shift, row.num_context_tokens + row.position_shift))
         logit_rows = sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})
         prepared = ForwardBatch(
             input_ids=self.buffers.fill("input_ids", input_ids),
             positions=self._positions(batch, positions),
-            slot_mapping=self.buffers.fill("slot_mapping", slot_mapping),
+            slot_mapping=self.buffers.fill("slot_mapping", [] if self.model.finds_slots else slots_of(batch, block_size)),
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
@@ -181,6 +185,7 @@ class ModelRunner:
             logit_rows=self.buffers.fill("logit_rows", logit_rows),
             overlay=self._overlay(batch),
             last_seen=last_seen_of(batch),
+            handles=[row.handle for row in batch.rows],
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)
@@ -201,7 +206,7 @@ class ModelRunner:
 
     def _overlay(self, batch: ScheduledBatch) -> Overlay | None:
         runs = [(start + run.start, run) for row, start in zip(batch.rows, _starts(batch), strict=True) for run in row.images]
-        if not runs:
+        if not runs or self.images is None:
             return None
         rows = np.concatenate([np.arange(first, first + run.count) for first, run in runs])
         values = torch.cat([self.images[run.key][run.row : run.row + run.count] for _, run in runs])
@@ -211,6 +216,15 @@ class ModelRunner:
         """Some of the last step's logit_rows. All of them are there already."""
         prepared, tensor = self._prepared
         return tensor if rows == prepared else to_device(np.array(rows, np.int64), tensor.device)
+
+
+def slots_of(batch: ScheduledBatch, block_size: int) -> list[int]:
+    """Where the keys and values of the batch's tokens go."""
+    return [
+        row.block_table[place // block_size] * block_size + place % block_size
+        for row in batch.rows
+        for place in range(row.num_computed_tokens, row.num_context_tokens)
+    ]
 
 
 def block_lens_of(batch: ScheduledBatch, block_size: int) -> list[tuple[int, ...]] | None:

@@ -12,6 +12,7 @@ and `step_ahead`. The first is the specification: the second sends the same rows
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from services.compute.admit import TIMEOUT_ERROR, Admitter
@@ -29,10 +30,11 @@ from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.load_figures import load_figures
 from services.compute.pooling import pool
 from services.compute.readers import Readers
-from services.compute.sequence import Prefix, RowKey
+from services.compute.sequence import Prefix, RowKey, Sequence
 from services.compute.spans import RequestSpans
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.speculation import Speculation
+from services.compute.stages import Stages, StepInStages
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
 from shared.process.settings import ComputeSettings
@@ -72,6 +74,7 @@ class ComputeService:
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
         self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
+        self.stages = Stages(self.scheduler, engine.num_stages, self.reduce_from_stages)
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
@@ -98,9 +101,10 @@ class ComputeService:
         self.exchange.leave()
 
     def step(self) -> None:
-        """One step. What has come is applied before anything is scheduled: a sequence that has
-        ended must not run again."""
-        is_encoding = self.encode_images()
+        """One step. What has come is applied first: a sequence that has ended must not run again."""
+        for sequence, error in self.admitter.encode():  # one call of the encoder, if it has something to do and it is its turn
+            self.cancel(self.active[sequence.handle], error)
+        is_encoding = self.images is not None and bool(self.images.opening)
         self.meter.begin()
         self.receive()
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
@@ -109,11 +113,15 @@ class ComputeService:
             # a trial's step runs with no other; drafts follow tokens that are known, and what comes
             # after them follows those that stand
             self.collect(self.flight)
+        if self.scheduler.apart:
+            self.stages.empty()
         is_restored = self.tier is None or self.tier.restore(self.scheduler.next_to_begin(), self.scheduler.step_cost.token_s)
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
         flight = self.flight
-        if batch is not None and flight is not None:
+        if self.stages.steps or (batch is not None and self.scheduler.num_stages > 1):
+            self.stages.step(batch, self.run_step, self.meter.began_at)
+        elif batch is not None and flight is not None:
             self.step_ahead(batch, flight)
         elif batch is not None:
             self.step_waiting(batch)
@@ -122,51 +130,53 @@ class ComputeService:
         elif is_restored:
             self.receive(wait_s=OPENING_WAIT_S if is_encoding or self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
 
-    def encode_images(self) -> bool:
-        """Before a step, one call of the encoder, if it has something to do and it is its turn. Returns
-        whether sequences wait for it."""
-        for sequence, error in self.admitter.encode():
-            self.cancel(self.active[sequence.handle], error)
-        return self.images is not None and bool(self.images.opening)
-
     def step_waiting(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step while no other runs. The masks of its grammars are filled beside
         it."""
         began_at = self.meter.began_at
-        self.announce(batch)
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())
         hidden = self.run_step(batch)
-        self.reduce(batch, hidden, rows, masking, began_at)
+        self.reduce(batch, hidden, rows, masking, began_at, self.scheduler.get)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
         """Launch a scheduled step on what the step before draws; then collect that one, which
         says what of this one is still valid, and its masks."""
         began_at = self.meter.began_at
-        self.announce(batch)
         hidden = self.run_step(batch, before.drawn)
         self.collect(before)
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())
-        self.reduce(batch, hidden, rows, masking, began_at)
+        self.reduce(batch, hidden, rows, masking, began_at, self.scheduler.get)
+
+    def reduce_from_stages(self, step: StepInStages) -> None:
+        """A step has come from a model's last stage."""
+        rows = rows_still_valid(step.batch, self.scheduler)
+        self.reduce(step.batch, step.hidden, rows, self.constraints.start(rows.values()), step.began_at, step.sequences.__getitem__)
+        if self.flight is not None:
+            self.collect(self.flight)
 
     def run_step(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
         """The step up to the head; whole blocks are saved."""
+        self.announce(batch)
         hidden = self.executor.run(batch, drawn)
         if self.tier is not None:
             self.tier.save()
         return hidden
 
     def announce(self, batch: ScheduledBatch) -> None:
-        """Before the step runs: write down what may be blamed if it kills this replica."""
+        """Write down what may be blamed if the step kills this replica."""
         if batch.num_decodes < len(batch.rows):
             self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
-    def reduce(self, batch: ScheduledBatch, hidden: Any, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float) -> None:
+    def reduce(
+        self, batch: ScheduledBatch, hidden: Any, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float, get: Callable[[int], Sequence],
+    ) -> None:  # fmt: skip
         """Make candidates of the step's hidden states, for the rows that are valid. The step is in
-        flight then; it is collected at once unless a device has drawn what the next one needs."""
-        failures = score_prompts(self.executor.prompt_logits(batch, hidden), batch, self.scheduler.get, self.executor.row_search)
+        flight then; it is collected at once unless a device has drawn what the next one needs. get:
+        the batch's sequences, by handle."""
+        failures = score_prompts(self.executor.prompt_logits(batch, hidden), batch, get, self.executor.row_search)
         rows = {key: prefix for key, prefix in rows.items() if key.handle not in failures}
         logits = self.executor.logits(batch, hidden, rows)
         self.meter.lap("forward")
@@ -175,11 +185,11 @@ class ComputeService:
         self.hold_back([rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late})
         self.flight = launch(batch, hidden, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
-        is_embedding = any(not row.sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
+        is_embedding = any(not row.sampled and get(row.handle).embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
             self.collect(self.flight)
         if is_embedding:
-            failures |= self.embed(batch, hidden)
+            failures |= self.embed(batch, hidden, get)
         self.fail(failures | {key.handle: reduction.failures[key] for key in batch.firsts if key in reduction.failures})
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
@@ -226,13 +236,14 @@ class ComputeService:
 
     def fail(self, failures: dict[int, RequestError]) -> None:
         for handle, error in failures.items():
-            self.cancel(self.active[handle], error)
+            if handle in self.active:  # it may have ended while its step was in the stages
+                self.cancel(self.active[handle], error)
 
-    def embed(self, batch: ScheduledBatch, hidden: Any) -> dict[int, RequestError]:
+    def embed(self, batch: ScheduledBatch, hidden: Any, get: Callable[[int], Sequence]) -> dict[int, RequestError]:
         """End the requests whose embeddings are whole now: no sampler has a part in them. Returns
         by handle which have failed, and why."""
-        embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
-        ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
+        embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, get)
+        ended = [(self.active[handle], vector) for handle, vector in embeddings.items() if handle in self.active]
         if ended:
             self.stage.transport.run(lambda pipe: write_embeddings(pipe, self.model, ended, self.stage.replica_id))
         for active, _ in ended:
@@ -288,15 +299,13 @@ class ComputeService:
             sequence.is_ending = False
 
     def drop_surplus(self, active: ActiveRequest, num_tokens: int, position: int) -> None:
-        """Drop the tokens that were foreseen beyond the first num_tokens, and the rows after that
-        position."""
+        """Drop the tokens foreseen beyond the first num_tokens, and the rows after that position."""
         self.num_surplus_tokens += active.sequence.num_tokens - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
         self.exchange.undecided.forget(active.sequence.handle, position)
 
     def hand_on(self) -> None:
-        """Hand sequences that have not begun to replicas with less to do: the last in rank is
-        released, until they have as many that wait as places."""
+        """Hand sequences that have not begun, the last in rank, to replicas with less to do."""
         num_surplus = min(self.admitter.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from services.compute.backends.cuda.graphs import MOST_TOKENS, recorded_sizes
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.model_runner import ModelRunner
@@ -15,7 +16,7 @@ from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
-# tokens of a step: products have one tile up to 16 rows, one up to 64, and one for more
+# tokens of a step whose results are searched
 SINGLES = (1, 17, 65)
 CHUNK = 70  # tokens, beside a single one
 DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, top_p=0.9, logprobs=2), SamplingParams(max_tokens=1, top_k=256))
@@ -24,25 +25,32 @@ DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_token
 def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
     """Run them, of so many sequences at most. What they write lies in blocks that nobody holds
     yet."""
+    record_steps(runner, max_num_seqs)
     longest = min(CHUNK, runner.kv_cache.num_blocks * runner.kv_cache.block_size)
     for lens in (*([1] * count for count in SINGLES if count <= max_num_seqs), [1, longest]):
-        for _ in range(2):  # a recording is made, and used
-            run_step(runner, lens)
+        batch = make_step(runner, lens)
+        hidden = runner.run(batch)
+        for params in DRAWS:
+            sequences = [Sequence(row.handle, "", list(row.token_ids), row.num_tokens, params) for row in batch.rows]
+            reduce(runner.logits(batch, hidden), sequences, runner.row_search)
     if runner.model.takes_segments:
-        for lens in ([1], [1, longest]):
-            run_step(runner, lens, has_holes=True)
+        runner.run(make_step(runner, [1, longest], has_holes=True))
 
 
-def run_step(runner: ModelRunner, lens: list[int], *, has_holes: bool = False) -> None:
-    """Run one step of sequences of so many tokens each, and all draws from it."""
+def record_steps(runner: ModelRunner, max_num_seqs: int) -> None:
+    """Run a step of every size that is recorded, of so many sequences at most."""
+    for size in recorded_sizes(max_num_seqs):
+        lens = [1] * min(size, max(max_num_seqs, MOST_TOKENS))
+        for has_holes in (False, True) if runner.model.takes_segments else (False,):
+            runner.run(make_step(runner, lens, has_holes=has_holes))
+
+
+def make_step(runner: ModelRunner, lens: list[int], *, has_holes: bool = False) -> ScheduledBatch:
+    """A step of sequences of so many tokens each."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
     block_lens = (runner.kv_cache.block_size,) * len(table) if has_holes else ()
     rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length), block_lens=block_lens) for handle, length in enumerate(lens))
-    batch = ScheduledBatch(rows, lens.count(1))
-    hidden = runner.run(batch)
-    for params in DRAWS:
-        sequences = [Sequence(row.handle, "", list(row.token_ids), row.num_tokens, params) for row in rows]
-        reduce(runner.logits(batch, hidden), sequences, runner.row_search)
+    return ScheduledBatch(rows, lens.count(1))
 
 
 def check_numbers(runner: ModelRunner, name: str) -> None:

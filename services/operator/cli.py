@@ -10,7 +10,8 @@ from pathlib import Path
 from services.operator.keys import add_arguments as add_keys_arguments
 from shared.process.arguments import Parser, positive_number, seconds, whole_number
 from shared.process.errors import StartupError
-from shared.process.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
+from shared.process.settings import UpSettings, load_settings
+from shared.process.stage_settings import DEFAULT_DATA_DIR
 from shared.process.stages import STAGES
 from shared.process.telemetry import setup_logging
 

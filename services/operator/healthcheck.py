@@ -9,7 +9,8 @@ import sys
 import redis
 
 from shared.process.errors import StartupError
-from shared.process.settings import StageSettings, load_settings
+from shared.process.settings import load_settings
+from shared.process.stage_settings import StageSettings
 from shared.wire.registry import look
 from shared.wire.transport import connect
 

@@ -23,7 +23,8 @@ from services.operator.redis_server import BROKEN_FILE, default_memory, password
 from services.requests.tenants.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
-from shared.process.settings import DEFAULT_REDIS_URL, UpSettings
+from shared.process.settings import UpSettings, environment_of
+from shared.process.stage_settings import DEFAULT_REDIS_URL
 from shared.process.telemetry import get_logger
 from shared.wire.registry import look
 from shared.wire.stage import LIFELINE, STOP_TIMEOUT_S
@@ -122,9 +123,8 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
         own = {"replica_id", "gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "redis_memory", "model", "served_model_name", "api_key"}
-        values = self.settings.model_dump(exclude=own) | {"files_url": self.settings.files_url or str(self.settings.data_dir.absolute() / "files")}
-        texts = {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in values.items() if value is not None}
-        environment = {f"PENSTOCK_{key.upper()}": text for key, text in texts.items()}
+        files_url = self.settings.files_url or str(self.settings.data_dir.absolute() / "files")
+        environment = environment_of(self.settings, own) | {"PENSTOCK_FILES_URL": files_url}
         os.environ.pop("PENSTOCK_API_KEY", None)  # for the gateways only
         return {**os.environ, **environment}
 

@@ -14,7 +14,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelMan
 from redis.backoff import NoBackoff
 
 from shared.process.errors import Recoverable
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire.cells import MOVED, UNREACHABLE, Nodes, in_cell
 from shared.wire.line import DENIED, REPLY_TIMEOUT_S, reason_of
 from shared.wire.redis_urls import parse_named

@@ -1,26 +1,27 @@
 """Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made
-from the descriptions here."""
+from the descriptions."""
 
 import ipaddress
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import CliSettingsSource, NoDecode, SettingsError
 
 from shared.process.arguments import Parser, add_setting
 from shared.process.errors import StartupError
+from shared.process.group_settings import GroupSettings, RankSettings
+from shared.process.stage_settings import DEFAULT_DATA_DIR, StageSettings
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder", "harmony"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4", "harmony"]
 SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "eagle", "self", "draft")
 BETWEEN_CELLS = re.compile(r"\s+|,(?=[a-z0-9-]+=[a-z+]+://)")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
-DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
-DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
 
 
 def split_list(value: Any) -> Any:
@@ -53,22 +54,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-class StageSettings(BaseSettings):
-    """Settings of every stage."""
-
-    command: ClassVar[str] = "penstock"  # that takes these settings as flags
-    examples: ClassVar[str] = ""  # lines of it, for --help
-    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
-
-    redis_url: str = Field(
-        DEFAULT_REDIS_URL, description="Redis or Valkey, from 6.2: redis://host:port/0, unix:///path, redis+sentinel://host:port,host:port/name/0"
-    )
-    redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
-    replica_id: str = Field("", description="this replica's name in the registry; by default a random one", pattern=r"^[A-Za-z0-9._-]*$")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
-    log_format: Literal["text", "json"] = Field("text", description="form of the log, on standard error; json: an object a line")
 
 
 class ModelSettings(StageSettings):
@@ -190,7 +175,7 @@ class SamplerSettings(ModelSettings):
     drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long it must get no candidates before it exits")
 
 
-class EngineSettings(StageSettings):
+class EngineSettings(GroupSettings):
     """How the model runs."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
@@ -208,8 +193,10 @@ class EngineSettings(StageSettings):
     )
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
-    max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
-    max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
+    max_num_seqs: int | None = Field(None, gt=0, description="sequences in one step; by default 256 on a GPU, 64 on a CPU")
+    max_batched_tokens: int | None = Field(
+        None, gt=0, description="tokens in one step: longer prompts are computed in chunks; by default 2048 on a GPU, 512 on a CPU"
+    )
     target_itl_ms: float | None = Field(
         None, gt=0, description="target of the time between tokens: chunks of prompts are cut to meet it, where that is possible"
     )
@@ -238,7 +225,7 @@ class EngineSettings(StageSettings):
     step_timeout_s: float | None = Field(
         None, gt=0, description="a step that takes longer has hung: compute ends, and another replica goes on; by default 300 on a GPU, 3600 on a CPU"
     )
-    num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
+    num_threads: int = Field(0, ge=0, description="threads of the model, of each rank; 0: all cores, divided over the ranks of a host")
     run_ahead: int = Field(8, ge=0, le=16, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
@@ -290,12 +277,14 @@ class EngineSettings(StageSettings):
         return self
 
 
-class ComputeSettings(ModelSettings, EngineSettings):
+class ComputeSettings(ModelSettings, EngineSettings, RankSettings):
     """Runs the model."""
 
     command: ClassVar[str] = "penstock serve compute"
     examples: ClassVar[str] = (
         "penstock serve compute --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct --quantization w8a8 --kv-cache-memory 4GiB"
+        "\n  penstock serve compute --model ~/models/mine --tensor-parallel-size 2     two ranks on this host"
+        "\n  penstock serve compute --model ~/models/mine --tensor-parallel-size 2 --rank 1 --master 10.0.0.7:29400     one of two hosts"
     )
 
 
@@ -332,7 +321,8 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings
     examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
   penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2 --port 9000
   penstock up --model owner/name --quantization w8a8 --kv-cache-memory 4GiB
-  penstock up --model ~/models/A --model ~/models/B     both behind one address"""
+  penstock up --model ~/models/A --model ~/models/B     both behind one address
+  penstock up --model ~/models/mine --tensor-parallel-size 2     one model, divided over two processes"""
 
     model: Annotated[list[str], NoDecode] = Field(
         [], description="a checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo; may be given several times. "
@@ -398,3 +388,9 @@ def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed
         raise StartupError(f"--{name.replace('_', '-')}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}") from None
     except SettingsError as error:
         raise StartupError(str(error)) from None
+
+
+def environment_of(settings: StageSettings, exclude: Collection[str] = ()) -> dict[str, str]:
+    """The settings as variables of the environment, from which another process reads the same."""
+    values = settings.model_dump(exclude=set(exclude))
+    return {f"PENSTOCK_{key.upper()}": ",".join(value) if isinstance(value, list) else str(value) for key, value in values.items() if value is not None}

@@ -50,12 +50,17 @@ class JsonFormatter(logging.Formatter):
     """Log lines for machines: an object a line. Numbers stay numbers, what is missing is null, a
     traceback is a string."""
 
+    def __init__(self, rank: int = 0) -> None:
+        """rank: of the process in its group, which each line names unless it is 0."""
+        super().__init__()
+        self._place = {"rank": rank} if rank else {}
+
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         event, values = record.getMessage(), Values()
         if isinstance(record.args, tuple) and record.args and isinstance(record.args[-1], Values):
             event, values = str(record.args[0]), record.args[-1]
-        own = {"time": time, "level": record.levelname.lower(), "logger": record.name, "event": event}
+        own = {"time": time, "level": record.levelname.lower(), "logger": record.name, **self._place, "event": event}
         said = {**own, **values, **own}
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)
@@ -73,10 +78,13 @@ def get_logger(name: str) -> EventLogger:
     return EventLogger(name)
 
 
-def setup_logging(level: str, log_format: LogFormat = "text") -> None:
-    """Send Penstock's events to standard error; other libraries' from warnings up."""
+def setup_logging(level: str, log_format: LogFormat = "text", rank: int = 0) -> None:
+    """Send Penstock's events to standard error; other libraries' from warnings up. rank: of a
+    process that is not the first of its group: each line names it."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    who = f" of rank {rank}" if rank else ""
+    text = logging.Formatter(f"%(asctime)s %(levelname)-7s %(name)s{who}: %(message)s")
+    handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.captureWarnings(True)
     logging.getLogger("penstock").setLevel(level.upper())

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shared.process.errors import Recoverable, StartupError
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.process.telemetry import get_logger, setup_logging
 from shared.process.tracing import open_tracer
 from shared.wire.entries import RELEASED_MS
@@ -189,5 +189,5 @@ def leave_with_launcher(lifeline: int) -> None:
     os._exit(1)
 
 
-def start_logging(settings: StageSettings) -> None:
-    setup_logging(settings.log_level, settings.log_format)
+def start_logging(settings: StageSettings, rank: int = 0) -> None:
+    setup_logging(settings.log_level, settings.log_format, rank)

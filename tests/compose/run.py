@@ -186,7 +186,7 @@ def run_plain(folder: Path) -> list[str]:
 def run_secure(folder: Path, undisturbed: list[str]) -> None:
     compose = Compose(folder, is_secure=True)
     try:
-        for profile in ("observability", "cuda"):
+        for profile in ("observability", "cuda", "group"):
             compose.run("--profile", profile, "config", "--quiet")
         compose.key = compose.read("run", "--rm", "keys", "add", "team", "--rpm", "100000")
         up(compose)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -297,13 +298,15 @@ class Held:
     def __init__(self, form_by_name: dict[str, str]) -> None:
         self.form_by_name = form_by_name
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+        assert rows is None
         form, group = self.form_by_name.get(name.split(".")[-2], "four bits/64").split("/")
         if form == "four bits" and group == "16":
             return of_sixteen(*shape)
         return held(form, *shape, int(group))
 
-    def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None) -> torch.Tensor:
+        assert rows is None
         return randn(*shape, seed=len(name))
 
     def close(self) -> None: ...

@@ -1,21 +1,27 @@
-"""docker-compose.yml: what it mounts is there, and the image has a place for what Triton compiles."""
+"""docker-compose.yml: what it mounts is there, the image has a place for what Triton compiles, and ranks of a group find each other."""
 
+import os
 import re
 from typing import Any
+from unittest import mock
 
 import yaml
 
+from shared.process.errors import StartupError
+from shared.process.group_settings import split_address
+from shared.process.settings import ComputeSettings, load_settings
 from tests.lint.problem import ROOT, Problem, line_of
 
 COMPOSE = ROOT / "docker-compose.yml"
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
 OBSERVERS = {"prometheus", "tempo", "grafana"}
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
 
 
 def problems() -> list[Problem]:
     whole = yaml.safe_load(COMPOSE.read_text())
-    return [*of_observability(whole["services"]), *of_triton(whole)]
+    return [*of_observability(whole["services"]), *of_triton(whole), *of_group(whole["services"])]
 
 
 def of_observability(services: dict[str, Any]) -> list[Problem]:
@@ -44,4 +50,25 @@ def of_triton(whole: dict[str, Any]) -> list[Problem]:
         found.append(Problem(COMPOSE, line, f"{place} is no volume of a container that is read-only"))
     if f"--owner=penstock --group=penstock /files {place} " not in DOCKERFILE.read_text():
         found.append(Problem(DOCKERFILE, line_of(DOCKERFILE, "--owner=penstock"), f"the image makes no {place} that penstock owns"))
+    return found
+
+
+def of_group(services: dict[str, Any]) -> list[Problem]:
+    """The profile group is one group, as compute reads its environment: each rank once, and all go to the container of rank 0."""
+    ranks = {name: service for name, service in services.items() if service.get("profiles") == ["group"]}
+    found, settings = [], {}
+    for name, service in ranks.items():
+        environment = {key: DEFAULT.sub(r"\1", str(value)) for key, value in service["environment"].items()}
+        try:
+            with mock.patch.dict(os.environ, environment, clear=True):
+                settings[name] = load_settings(ComputeSettings, [])
+        except StartupError as error:
+            found.append(Problem(COMPOSE, line_of(COMPOSE, name), f"{name}: {error}"))
+    if sorted(each.rank or 0 for each in settings.values()) != list(range(next(iter(settings.values())).num_ranks if settings else 2)):
+        found.append(Problem(COMPOSE, line_of(COMPOSE, "PENSTOCK_RANK"), f"the profile group has not each rank once: {sorted(ranks)}"))
+    for name, each in settings.items():
+        if (place := split_address(each.master)[0]) not in settings or settings[place].rank != 0:
+            found.append(Problem(COMPOSE, line_of(COMPOSE, "PENSTOCK_MASTER"), f"{name} looks for rank 0 at {place}, which is not its container"))
+        if each.model_copy(update={"rank": 0}) != next(iter(settings.values())).model_copy(update={"rank": 0}):
+            found.append(Problem(COMPOSE, line_of(COMPOSE, name), f"{name} has other settings than the first rank"))
     return found

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from shared.process.settings import ComputeSettings, EncoderSettings, GatewaySettings, JobsSettings, SamplerSettings, StageSettings, TokenizerSettings
+from shared.process.settings import ComputeSettings, EncoderSettings, GatewaySettings, JobsSettings, SamplerSettings, TokenizerSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire.streams import prompts, requests
 from tests.lint.compose import COMPOSE
 from tests.lint.problem import ROOT, Problem, line_of

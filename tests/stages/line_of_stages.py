@@ -27,7 +27,8 @@ from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
-from shared.process.settings import ComputeSettings, SamplerSettings, StageSettings, TokenizerSettings
+from shared.process.settings import ComputeSettings, SamplerSettings, TokenizerSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire import line
 from shared.wire.entries import append_to_group
 from shared.wire.messages import GenerateRequest
@@ -108,6 +109,7 @@ class LineOfStages:
     redis_url: str
     urls: dict[str, str] = field(default_factory=dict)
     failures: list[BaseException] = field(default_factory=list)
+    engine: Engine | None = None  # of the demo; None: one is made
 
     def __post_init__(self) -> None:
         self.client = redis.Redis.from_url(self.redis_url)
@@ -117,7 +119,7 @@ class LineOfStages:
             redis_url=self.redis_url, replica_id="compute-1", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False, max_num_seqs=8,
             publish_interval_ms=10,
         )  # fmt: skip
-        engine = build_engine(compute, FILES)
+        engine = self.engine or build_engine(compute, FILES)
         stages = [self._stage("tokenizer", tokenizer), self._stage("compute", compute, engine), self._stage("sampler", sampler)]
         for stage in stages:
             stage.live = Registry(tuple(replica(each.name, each.replica_id) for each in stages))

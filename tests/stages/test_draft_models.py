@@ -52,7 +52,7 @@ def models(line: LineOfStages) -> dict[str, DraftModel]:
 
 
 def proposer_of(line: LineOfStages, model: DraftModel) -> ChainProposer:
-    return make_chain_proposer(model, line.compute.executor, SETTINGS, 1024)
+    return make_chain_proposer(model, line.compute.executor, SETTINGS, 64, 1024)
 
 
 def crowd(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:

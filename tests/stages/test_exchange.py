@@ -19,7 +19,7 @@ from services.compute.exchange.undecided import FIRST_PATIENCE_S, LONGEST_PATIEN
 from services.compute.sequence import Sequence
 from services.operator.redis_server import socket_path
 from shared.model.sampling_params import SamplingParams
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire.messages import StepCandidates, StepDecisions, TokenizedRequest, decode, encode
 from shared.wire.registry import Registry, choose_replica
 from shared.wire.streams import MESSAGE, candidates, decisions, prompts

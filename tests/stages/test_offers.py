@@ -16,7 +16,7 @@ from services.compute.exchange.prefixes import AT_ONCE, Prefixes
 from services.tokenizer.affinity import MAX_ASKED, Affinity
 from shared.model.prefix_hash import prefix_hashes, prefix_root
 from shared.model.sampling_params import SamplingParams
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire.entries import RELEASED_MS, GroupReader, append_to_group
 from shared.wire.load import Load
 from shared.wire.messages import EmbeddingParams, Offer, SchedulingParams, TokenizedRequest, decode

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from shared.process.errors import Recoverable, StartupError
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire import registry
 from shared.wire.registry import Heartbeat
 from shared.wire.stage import Stage, run_stage

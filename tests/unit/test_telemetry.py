@@ -80,7 +80,7 @@ def test_a_timeline_says_what_is_known() -> None:
 def test_without_an_endpoint_nothing_is_loaded_that_could_send_spans() -> None:
     """(redis-py looks by itself whether OpenTelemetry's SDK is there.)"""
     code = (
-        "import sys; from shared.wire.stage import Stage; from shared.process.settings import StageSettings; "
+        "import sys; from shared.wire.stage import Stage; from shared.process.stage_settings import StageSettings; "
         "import services.gateway.app, services.sampler.service; "
         "assert Stage('sampler', StageSettings(redis_url='unix:///nowhere')).tracer is None; "
         "sys.exit(any(name.startswith(('opentelemetry.exporter', 'opentelemetry.sdk.trace')) for name in sys.modules))"

@@ -9,7 +9,7 @@ import pytest
 
 from services.requests.client import connect as connect_async
 from services.requests.client import persist
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire.messages import Control
 from shared.wire.registry import broadcast
 from shared.wire.streams import CONTROL

@@ -8,7 +8,7 @@ from redis.sentinel import SentinelManagedConnection
 from services.requests.client import MAX_CONNECTIONS, PrimaryPool
 from services.requests.client import connect as connect_async
 from shared.process.errors import StartupError
-from shared.process.settings import StageSettings
+from shared.process.stage_settings import StageSettings
 from shared.wire.job_queue import make_queue
 from shared.wire.job_transport import URL as JOBS_URL
 from shared.wire.job_transport import JobTransport

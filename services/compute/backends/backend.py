@@ -23,6 +23,7 @@ from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
+from services.compute.parallel.ranks import Cut
 from shared.model.arrays import Array
 from shared.model.decision import Draws
 from shared.model.sampling_params import SamplingParams
@@ -35,9 +36,9 @@ class Linear(Protocol):
         """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
         ...
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """Compute the same in float32, for the last layer or a router. The result is good until the
-        next call."""
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        """Compute the same in float32, for the last layer or a router. out: columns of a matrix, to
+        which it is written; else the result is good until the next call."""
         ...
 
 
@@ -47,13 +48,44 @@ class Mlp(Protocol):
         """The MLP's layers, by the names that a packed checkpoint has for them."""
         ...
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a call asks the host nothing, so that a GPU's recording of a step can hold it."""
+        ...
+
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         """down(activation(gate) * up), with gate and up of x, normalized where there is a norm;
         with has_residual, x is added. Returns [T, hidden]."""
         ...
 
 
+class GroupedExperts(Protocol):
+    """A mixture's experts, or a range of them, in launches that take all: the host need not know how
+    many rows each gets. Numbers of experts are those of the whole mixture."""
+
+    def choose(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+        """The experts of each row, and their weights: models/moe.py's choose_experts; equal logits by
+        rising number. logits: [T, experts] float32, of a `Linear.logits`."""
+        ...
+
+    def run(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Each row's results of its experts, [T, num_active, hidden]. x: [T, hidden]; chosen: [T,
+        num_active] int64. Results of experts that are not in the range are not written."""
+        ...
+
+    def add(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+        """The weighted sum of the results, in float32, the first expert's first; with has_residual, x is
+        added. shared: another expert's results, [T, hidden], and the scores whose sigmoid they are
+        weighted by, [T, 1] float32. Returns [T, hidden]."""
+        ...
+
+
 class Attention(Protocol):
+    @property
+    def finds_slots(self) -> bool:
+        """Whether `plan` needs no slots: it finds them from the block tables."""
+        ...
+
     def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
         """Prepare the layers' calls for a step. Good until the next plan."""
         ...
@@ -91,7 +123,7 @@ class Norms:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     norms: Norms
-    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim
+    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim; ELSEWHERE: this rank has no heads
     output: Linear  # from heads * head_dim
     mlp: Mlp
     sinks: Tensor | None = None  # attention's, [heads] float32
@@ -102,6 +134,7 @@ class Wiring:
     """How a decoder's layers are put together: the same for all, but for the lists, which have an
     entry for each."""
 
+    hidden_size: int
     eps: float
     residual_multiplier: float
     has_post_norms: bool
@@ -227,7 +260,7 @@ class LargestStep:
 
     linears: list[Linear]  # that get all of its tokens
     mlps: list[Mlp]  # which they are parts of, in part
-    head: Linear  # that gets num_logits of them
+    head: Linear | None  # that gets num_logits of them; None: it is elsewhere
     attention: Attention
     stack: Stack | None
     num_tokens: int
@@ -295,22 +328,31 @@ class Backend(Protocol):
         """
         ...
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> Linear:
-        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of
-        another layer, StartupError where nothing reads them."""
+    def restore_linear(
+        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+    ) -> Linear:
+        """A layer of a checkpoint that `penstock quantize` packed, or some of its outputs. parts: of the
+        whole layer, as n and k are. Raises ValueError for parts of another layer, StartupError where
+        nothing reads them."""
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
         """The MLP of two of this backend's layers, of which the first is gated."""
         ...
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> GroupedExperts | None:
+        """Experts of a mixture of num_experts, from number `first` on, as one; None: they have to be called
+        one by one. experts: gate_up and down of each, of this backend's layers, which still can be
+        called."""
+        ...
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
         """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none."""
         ...
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> Stack | None:
         """Make one call of these layers; None: they have to be called one by one. attention: of
-        make_attention."""
+        make_attention; cut: of layers that are a rank's part."""
         ...
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:

@@ -45,9 +45,13 @@ class Buffers:
             self._held[name] = held
         return held[:size].view(shape)
 
-    def fill(self, name: str, values: list[int] | Array) -> Tensor:
-        """The numbers as int64, to be read after `upload`."""
-        return self.take(name, (len(values),), torch.int64).copy_(torch.as_tensor(values, dtype=torch.int64))
+    def fill(self, name: str, values: list[int] | Array, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The numbers, to be read after `upload`."""
+        return self.take(name, (len(values),), dtype).copy_(torch.as_tensor(values, dtype=dtype))
+
+    def reserve(self, name: str, count: int, dtype: torch.dtype = torch.int64) -> None:
+        """Make room for so many numbers to be filled."""
+        self.take(name, (count,), dtype)
 
     def upload(self) -> None:
         """Copy what has been filled to the device. Here it is as soon as it is filled."""

@@ -1,24 +1,32 @@
 """The one choice of a backend, made at load."""
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.library import open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.parallel.ranks import SharedRanks
+from services.compute.parallel.share import Share
 from shared.process.errors import StartupError
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one that can be used. Raises StartupError for `cuda` where
-    there is none."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """`auto` is a GPU where there is one that can be used. rank: among those of a group on this
+    host, each of which has a GPU. Raises StartupError for `cuda` where there is none."""
     if name == "cpu":
         return torch.device("cpu")
     reason = why_unusable()
     if name == "cuda" and reason is not None:
         raise StartupError(f"--device cuda: {reason}")
-    return torch.device("cpu" if reason is not None else "cuda")
+    if reason is not None:
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise StartupError(f"--device cuda: a group has a GPU for each of its ranks, and rank {rank} has none: there are {torch.cuda.device_count()}")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda")
 
 
 def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str = "int8", allow_batch_variance: bool = False) -> Backend:
@@ -41,3 +49,13 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
     if device.type == "cpu" and dtype == torch.bfloat16 and (context := open_context()) is not None:
         return CpuBackend(context, activations)
     return TorchBackend(dtype, device, activations)
+
+
+def has_same_columns(backend: Backend) -> bool:
+    """Whether a column's bits are the same beside any other columns of its layer."""
+    return not isinstance(backend, TorchBackend)
+
+
+def ranks_of_host(backend: Backend, share: Share, memory: Tensor) -> SharedRanks | None:
+    """Ranks that meet in memory of theirs, [GROUP_BYTES] uint8; None: this backend does not."""
+    return SharedRanks(share, memory, backend.context.meet) if isinstance(backend, CpuBackend) else None

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Taps
+from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
+from services.compute.parallel.ranks import Cut
+from services.compute.parallel.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class ForwardBatch:
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64; [3, T] in time, down and across, if a token has different ones
-    slot_mapping: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64; empty for a model that finds_slots
     query_lens: list[int]  # of each sequence, in the order of their tokens
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
@@ -41,6 +44,7 @@ class ForwardBatch:
     block_lens: list[tuple[int, ...]] | None = None  # see AttentionInputs
     overlay: Overlay | None = None  # of the embeddings of input_ids
     last_seen: list[int] | None = None  # see AttentionInputs
+    handles: list[int] | None = None  # see AttentionInputs
 
 
 class Rows(Protocol):
@@ -51,10 +55,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: Rows  # [vocab, hidden]
+    embedding: Rows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Linear
+    lm_head: Linear  # or ELSEWHERE
 
 
 class Decoder:
@@ -63,33 +67,49 @@ class Decoder:
     is_row_invariant = True
     longest_text = None
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend) -> None:
-        """backend: which made the weights' layers."""
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: Stage | None = None,
+        whole: ModelConfig | None = None,
+    ) -> None:  # fmt: skip
+        """backend: which made the weights' layers; cut, stage: of weights that are a rank's part, as
+        config is then (rank.py); whole: the configuration of all ranks together."""
         self.config = config
+        self.whole = config if whole is None else whole
         self.weights = weights
         self.backend = backend
+        self.cut = cut
+        self.stage = stage
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, 2 * len(config.ropes[0].inv_freq))
+        # a rank without heads plans its steps like one with a head
+        heads = Heads(config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq))
         self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
-        self.wiring = Wiring(config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer)
-        self.stack = backend.stack(weights.layers, self.attention, self.wiring)
+        self.wiring = Wiring(
+            config.hidden_size, config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer
+        )
+        self.stack = backend.stack(weights.layers, self.attention, self.wiring, cut)
         self.taps: Taps | None = None
+
+    @property
+    def finds_slots(self) -> bool:
+        return self.attention.finds_slots
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on `taps` has what enters these layers, of each step; see Taps."""
         self.taps = Taps(layers, self.config.hidden_size, self.backend.dtype, self.backend.buffers)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Any:
         """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what
         the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
-        x = self.embed(batch.input_ids)
-        if batch.overlay is not None:
-            x[batch.overlay.rows] = batch.overlay.values
+        x = self.run_layers(self.first_states(batch), plan, kv_layers)
+        return x if self.stage is None else self.stage.pass_on(x, batch.logit_rows)
+
+    def run_layers(self, x: Tensor, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
+        """All layers that are here. x: [T, hidden], as it enters the first."""
         if self.stack is not None:
             return self.stack(x, kv_layers, plan, self.taps)
         for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
@@ -100,12 +120,28 @@ class Decoder:
             self.taps.keep(self.config.num_layers, x)
         return x
 
+    def first_states(self, batch: ForwardBatch) -> Tensor:
+        """The input of the first layer that is here, [T, hidden]: rank 0 alone has the embedding."""
+        x = None
+        if self.weights.embedding is not ELSEWHERE:
+            x = self.embed(batch.input_ids)
+            if batch.overlay is not None:
+                x[batch.overlay.rows] = batch.overlay.values
+        elif self.stage is not None and not self.stage.is_first:
+            x = self.stage.receive(len(batch.input_ids), self.config.hidden_size, self.backend.dtype)
+        if self.cut is not None:
+            return self.cut.ranks.broadcast("x", x, (len(batch.input_ids), self.config.hidden_size), self.backend.dtype)
+        assert x is not None
+        return x
+
     @torch.inference_mode()
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
         """Prepare attention for the batch, the same for every layer. Good until the backend's next
         plan."""
         ropes = self._take_rotary_tables(len(batch.input_ids))
-        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens, batch.last_seen)
+        inputs = AttentionInputs(
+            batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens, batch.last_seen, batch.handles
+        )  # fmt: skip
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
         self._fill_rotary_tables(ropes, batch.positions)
@@ -114,8 +150,10 @@ class Decoder:
     def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
-        qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
-        h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks)
+        h = x[:, :0]
+        if layer.qkv is not ELSEWHERE:
+            qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
+            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks)
         if self.wiring.adds_in_layers:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
@@ -123,13 +161,19 @@ class Decoder:
         return self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, hidden: Any, rows: Tensor) -> Tensor:
         """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab]
         float32, good until the next call."""
         return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
 
     @torch.inference_mode()
-    def states(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def serve_head(self, num_rows: int, *, is_normed: bool) -> None:
+        """This rank's part of a call of the head on rank 0, which has a GatheredHead."""
+        if isinstance(self.weights.lm_head, GatheredHead):
+            self.weights.lm_head.serve(num_rows, norm=self.weights.norm if is_normed else None, eps=self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def states(self, hidden: Any, rows: Tensor) -> Tensor:
         """The last hidden states of some tokens, behind the last norm: rows [R] of what `forward`
         returned. Returns [R, hidden] float32."""
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
@@ -140,8 +184,9 @@ class Decoder:
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
-        linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
-        step = LargestStep(linears, mlps, self.weights.lm_head, self.attention, self.stack, num_tokens, num_logits, max_model_len)
+        found = [own_of(each) for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
+        linears = [each for each in found if each is not None]
+        step = LargestStep(linears, mlps, own_of(self.weights.lm_head), self.attention, self.stack, num_tokens, num_logits, max_model_len)
         return self.backend.workspace(step)
 
     def embed(self, input_ids: Tensor) -> Tensor:

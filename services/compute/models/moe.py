@@ -1,10 +1,10 @@
 """Mixtures of experts: an MLP of many, of which a router gives each token a few (Shazeer et al.,
 "Outrageously Large Neural Networks", 2017).
 
-Tokens are grouped by expert, so that an expert's weights are read once a step. Each expert is a
-layer of the backend, whose rows do not depend on each other, and a token's results are added in the
-order in which the router ranks its own experts: what a token gets does not depend on whose expert
-else it is.
+Tokens are grouped by expert, so that an expert's weights are read once a step: here, or by the
+backend (GroupedExperts), on a GPU without the host. Each expert is a layer of the backend, whose
+rows do not depend on each other, and a token's results are added in the order in which the router
+ranks its own experts: what a token gets does not depend on whose expert else it is.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Linear, RowMath
+from services.compute.backends.backend import GroupedExperts, Linear, RowMath
 from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
 
 
@@ -63,6 +63,11 @@ class MoeMlp:
     num_active: int
     has_normalized_weights: bool
     shared: SharedExpert | None = None
+    grouped: GroupedExperts | None = None  # the same experts as one, where the backend can
+
+    @property
+    def is_recordable(self) -> bool:
+        return self.grouped is not None
 
     @property
     def linears(self) -> dict[str, Linear]:
@@ -80,12 +85,22 @@ class MoeMlp:
         has_residual, x is added. Returns [T, hidden]."""
         # once, for all that read it
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
+        if self.grouped is not None:
+            return self._run_grouped(self.grouped, x, normed, has_residual=has_residual)
         chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
         total = add_experts(x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32), self.experts, normed, chosen, weights)
         if self.shared is not None:
             score = sigmoid(self.shared.gate.logits(normed))
             total = total + score * self.shared.expert.down(self.shared.expert.gate_up(normed)).float()
         return total.to(x.dtype)
+
+    def _run_grouped(self, grouped: GroupedExperts, x: Tensor, normed: Tensor, *, has_residual: bool) -> Tensor:
+        """The same, without a question to the device."""
+        chosen, weights = grouped.choose(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        results, shared = grouped.run(normed, chosen), None
+        if self.shared is not None:
+            shared = self.shared.expert.down(self.shared.expert.gate_up(normed)), self.shared.gate.logits(normed)
+        return grouped.add(x, results, weights, shared=shared, has_residual=has_residual)
 
 
 def add_experts(total: Tensor, experts: Sequence[Expert], x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

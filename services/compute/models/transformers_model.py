@@ -58,7 +58,7 @@ class TransformersModel:
     """An AutoModelForCausalLM as an executor."""
 
     splits_prompts = True
-    is_row_invariant = False
+    is_row_invariant = finds_slots = False
     longest_text = None
     taps = None
 

@@ -30,3 +30,16 @@ class Share:
 
 
 WHOLE = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Which of a model's weights a process has: a part of each of its stage's layers."""
+
+    share: Share = WHOLE
+    layers: range | None = None  # of its stage (pipeline parallelism); None: all
+    has_embedding: bool = True
+    has_head: bool = True
+
+
+EVERYTHING = Portion()

@@ -76,6 +76,9 @@ class Scheduler:
         self.awaits_restoring = False  # a sequence begins once a second tier was asked for its blocks
         # handles that sit out: their grammars' masks are not there yet
         self.held: frozenset[int] = frozenset()
+        # of the model, which compute as many steps at once; and handles whose tokens such a step decides
+        self.num_stages = 1
+        self.in_stages: frozenset[int] = frozenset()
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
         self.shares = Shares()
@@ -200,7 +203,7 @@ class Scheduler:
         """Whether it is its turn, and what it would be computed on is decided as far as it must
         be."""
         is_in = (sequence.handle in self.apart) == self._is_apart
-        if sequence.handle in self.held and sequence.handle in self.running:
+        if sequence.handle in self.in_stages or (sequence.handle in self.held and sequence.handle in self.running):
             return False
         return is_in and not sequence.is_ending and sequence.num_undecided_steps <= self.run_ahead
 
@@ -231,7 +234,9 @@ class Scheduler:
         if self.splits_prompts:
             waiting = self.waiting.num_tokens if self._refused is None else {}
             self.shares.begin_step(able, waiting, self.step_cost.cost, self.max_batched_tokens)
-        for sequence in self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1]):
+        turns = self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1])
+        # so that each stage has its part of them to compute
+        for sequence in turns[: -(-(len(turns) + len(self.in_stages)) // self.num_stages)]:
             num_computed = sequence.num_computed_tokens
             has_block = num_computed < len(sequence.block_table) * self.block_manager.block_size and not sequence.has_shared_tail
             if has_block or self._make_room(sequence, num_computed + 1, step):

@@ -12,9 +12,10 @@ from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.model_runner import Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
+from services.compute.place import ALONE, Place, load_decoder, make_runner
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import DraftKV, OwnKV, TargetKV
-from services.compute.weights.loader import check_quantizable, load_weights, open_source
+from services.compute.weights.loader import check_quantizable, open_source
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
@@ -37,48 +38,53 @@ class DraftModel:
         return self.name == "draft"
 
 
-def load_draft_models(names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None) -> list[DraftModel]:
-    """The models that --speculate names. files, model: the target's; limit: the longest sequence
-    wanted, in tokens. Raises StartupError."""
+def load_draft_models(
+    names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Place = ALONE,
+) -> list[DraftModel]:  # fmt: skip
+    """The models that --speculate names, or this place's parts of them; the target is number 0. files,
+    model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError."""
     found: list[DraftModel] = []
     if "self" in names:
         assert isinstance(model, Decoder)
-        found.append(DraftModel("self", load_self(settings, files, model, limit), files.max_model_len))
+        found.append(DraftModel("self", load_self(settings, files, model, limit, place), files.max_model_len))
     if "draft" in names:
-        found.append(load_other(settings.draft_model, files, model.backend, limit))
+        found.append(load_other(settings.draft_model, files, model.backend, limit, place, 1 + len(found)))
     return found
 
 
-def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None) -> Decoder:
+def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None, place: Place) -> Decoder:
     """The target's layers in four bits: rounded to nearest as they are read, or as `penstock
     quantize` left them."""
+    config = read_config(files.config, limit)
     if settings.self_draft:
-        config = read_config(open_model(settings.self_draft, weights=True).config, limit)
-        other = next((name for name in SHAPE if getattr(config, name) != getattr(model.config, name)), None)
+        other_config = read_config(open_model(settings.self_draft, weights=True).config, limit)
+        other = next((name for name in SHAPE if getattr(other_config, name) != getattr(config, name)), None)
         if other is not None:
             raise StartupError(f"--self-draft {settings.self_draft}: it is another model than {files.name}, with another {other}")
-        weights = load_weights(open_model(settings.self_draft, weights=True).weights, config, model.backend)
+        draft = load_decoder(place, 1, open_model(settings.self_draft, weights=True).weights, other_config, model.backend)
     else:
-        if settings.quantization in ("w4", "nf4") or (model.config.packed is not None and model.config.packed.quantization != "none"):
+        if settings.quantization in ("w4", "nf4") or (config.packed is not None and config.packed.quantization != "none"):
             raise StartupError(
                 f"--speculate self: {files.name} is quantized itself; drafts of its own weights are for models in 16 bits, or --quantization w8a8"
             )
-        config = model.config
         source = open_source(files.weights, config, model.backend)
         source.close()
         check_quantizable(source, "--speculate self")
-        weights = load_weights(files.weights, config, model.backend, quantization="w4", group=int(settings.quantization_group), attention_output=True)
-    return Decoder(config, replace(weights, embedding=model.weights.embedding), model.backend)
+        draft = load_decoder(
+            place, 1, files.weights, config, model.backend, quantization="w4", group=int(settings.quantization_group), attention_output=True
+        )  # fmt: skip
+    draft.weights = replace(draft.weights, embedding=model.weights.embedding)
+    return draft
 
 
-def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None) -> DraftModel:
-    """The model of --draft-model, which has the target's vocabulary."""
+def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None, place: Place, number: int) -> DraftModel:
+    """The model of --draft-model, which has the target's vocabulary. number: among the replica's."""
     found = open_model(path, weights=True)
     if architecture_of(found.config) not in ARCHITECTURES:
         raise StartupError(f"--draft-model {path}: a {architecture_of(found.config)} does not run on our own executor, and only what does can draft")
     check_tokenizer(path, found, files)
     config = read_config(found.config, limit)
-    return DraftModel("draft", Decoder(config, load_weights(found.weights, config, backend), backend), found.max_model_len)
+    return DraftModel("draft", load_decoder(place, number, found.weights, config, backend), found.max_model_len)
 
 
 def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
@@ -90,17 +96,22 @@ def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
         raise StartupError(f"--draft-model {path}: its tokenizer does not fit that of {files.name}: {num_same} of {len(ours)} tokens are the same")
 
 
-def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: ComputeSettings, max_model_len: int) -> ChainProposer:
-    """The proposer of a draft model. target: the runner of the model that it drafts for;
-    max_model_len: of a sequence there."""
-    cache = target.kv_cache
-    kv: DraftKV = TargetKV()
+def make_draft_runner(draft: DraftModel, number: int, target: ModelRunner, settings: ComputeSettings, place: Place) -> ModelRunner:
+    """The runner of a draft model, on the target's cache or on its own, of as many blocks. number:
+    among the replica's models."""
+    cache, config = target.kv_cache, draft.model.config
     if draft.has_own_kv:
-        num_blocks, block_size, config = cache.num_blocks, cache.block_size, draft.model.config
-        cache = KVCache(config, draft.model.backend, num_blocks=num_blocks, block_size=block_size, group=choose_group(settings, config))
-        kv = OwnKV(num_blocks, block_size)
-    runner = ModelRunner(draft.model, cache, target.row_search)
+        group = choose_group(settings, config)
+        cache = KVCache(config, draft.model.backend, num_blocks=cache.num_blocks, block_size=cache.block_size, group=group)
+    return make_runner(place, number, draft.model, cache, target.row_search)
+
+
+def make_chain_proposer(draft: DraftModel, target: ModelRunner, max_batched_tokens: int, max_model_len: int, runner: ModelRunner) -> ChainProposer:
+    """The proposer of a draft model. target: the runner of the model that it drafts for;
+    max_batched_tokens, max_model_len: of a step, and of a sequence there; runner: the draft model's."""
+    cache = target.kv_cache
+    kv: DraftKV = OwnKV(cache.num_blocks, cache.block_size) if draft.has_own_kv else TargetKV()
     return ChainProposer(
-        draft.name, runner, kv, max_batched_tokens=settings.max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
+        draft.name, runner, kv, max_batched_tokens=max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
         vocab_size=target.vocab_size,
     )  # fmt: skip

@@ -63,6 +63,8 @@ class EagleHead:
         search needs as much again."""
         linears = [self.fc, self.qkv, self.output, *self.mlp.linears.values()]
         step = LargestStep(linears, [self.mlp], self.lm_head, self.attention, None, num_tokens, AT_ONCE, max_model_len)
+        for name in ("eagle tokens", "eagle slots", "eagle positions"):
+            self.backend.buffers.reserve(name, num_tokens)
         found = self.backend.workspace(step)
         return replace(found, own=found.own + AT_ONCE * self.num_rows * 4)
 

@@ -37,6 +37,8 @@ def load_heads(settings: ComputeSettings, speculators: Sequence[str], model: Mod
     if not {"auto", kind} & set(speculators):
         raise StartupError(f"--speculate {settings.speculate}: the heads in {folder} are of another kind, {kind}")
     if kind == "eagle":
+        if model.stage is not None:
+            raise StartupError(f"--heads {folder}: an EAGLE head reads the states between layers, and with --pipeline-parallel-size most of them are elsewhere")
         weights = read_eagle(folder, found, config, backend.dtype, backend.device)
         log.info("an EAGLE-3 head loaded", heads=settings.heads, taps=weights.taps, mib=weights.num_bytes >> 20)
         model.tap(weights.taps)

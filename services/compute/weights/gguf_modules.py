@@ -158,7 +158,7 @@ def fill(model: Any, source: GgufSource) -> None:
             sizes = (attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim, attention.kv_lora_rank)
             values = source.key_value_expansion(f"{of_attention}.", *sizes)
         elif isinstance(tensor, nn.Parameter) or source.has(name):
-            values = source.dense(name, tuple(tensor.shape), dtype)
+            values = source.dense(name, tuple(tensor.shape), dtype=dtype)
         else:
             values = torch.zeros(tensor.shape, dtype=dtype)
         setattr(module, last, nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values)

@@ -5,6 +5,7 @@ import math
 import mmap
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from services.compute.models.decoder import Rows
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.gguf_rows import GgufRows
 from services.compute.weights.progress import Progress
-from services.compute.weights.source import EMBEDDING
+from services.compute.weights.source import EMBEDDING, take_rows
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
@@ -101,10 +102,10 @@ class GgufSource:
         kept = Counter(kind.name for kind in self._kinds.values() if self._is_kept(kind)).most_common(1)
         return f"GGUF, {kept[0][0]}" if kept else ""
 
-    def report(self) -> None:
+    def report(self, layers: range | None = None) -> None:
         """Log in one line which types the file has, and how each is kept. Raises StartupError for
-        layers' tensors that nobody has read."""
-        left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and not self._is_unneeded(name)]
+        these layers' tensors that nobody has read; None: of all."""
+        left = [name for name in self._kinds if _is_of_layers(name, layers) and name not in self._read and not self._is_unneeded(name)]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise StartupError(f"{self.folder}: {left[0]}{others} are of no layer that is known here: without them the model would answer wrongly")
@@ -127,26 +128,31 @@ class GgufSource:
         it is dequantized."""
         return kind in FORMATS and self.dtype != torch.float32
 
-    def dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """dtype: another than the model's."""
+        if rows is not None and len(shape) == 1:
+            return take_rows(self.dense(name, shape, dtype=dtype), rows)
         info, kind = self._find(name, shape)
         offset = 1.0 if self.architecture in SHIFTED and name.endswith("norm.weight") else 0.0
-        rows = self._rows(info, kind, name)
+        data = self._rows(info, kind, name, rows)
         if kind in FLOATS:
-            values = rows.view(FLOATS[kind])
-            return (values.float() - offset if offset else values).to(device=self.device, dtype=dtype or self.dtype).reshape(shape)
-        return self._dequantize(rows, kind, shape).to(device=self.device, dtype=dtype)
+            values = data.view(FLOATS[kind])
+            return (values.float() - offset if offset else values).to(device=self.device, dtype=dtype or self.dtype).reshape(-1, *shape[1:])
+        return self._dequantize(data, kind, shape if rows is None else (len(data), *shape[1:])).to(device=self.device, dtype=dtype)
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
         info, kind = self._find(name + "weight", shape)
         if not self._is_kept(kind):
-            return Dense(self.dense(name + "weight", shape))
-        rows = self._rows(info, kind, name)
-        size = GGML_QUANT_SIZES[kind][1]
-        if has_wide_scales(rows, kind, size):
+            return Dense(self.dense(name + "weight", shape, rows))
+        # all of a matrix decides whether float16 can hold its scales
+        size, is_judged = GGML_QUANT_SIZES[kind][1], kind == GGMLQuantizationType.MXFP4
+        data = self._rows(info, kind, name, None if is_judged else rows)
+        is_wide = has_wide_scales(data, kind, size)
+        data = take_rows(data, rows) if is_judged else data
+        if is_wide:
             log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
-            return Dense(self._dequantize(rows, kind, shape).to(self.device))
-        grouped = to_grouped(rows, kind, size)
+            return Dense(self._dequantize(data, kind, (len(data), shape[1])).to(self.device))
+        grouped = to_grouped(data, kind, size)
         moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
         return replace(grouped, **moved)
 
@@ -170,8 +176,8 @@ class GgufSource:
         self._progress.update()
         return GgufRows(_map_file(info.path), info.offset, shape[0], info.size_bytes // shape[0], kind, self.dtype)
 
-    def tied_head(self, embedding: Rows, shape: tuple[int, int]) -> Matrix:  # noqa: ARG002
-        return self.matrix("model.embed_tokens.", shape)
+    def tied_head(self, embedding: Rows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:  # noqa: ARG002
+        return self.matrix("model.embed_tokens.", shape, rows)
 
     def close(self) -> None:
         self._progress.close()
@@ -222,21 +228,28 @@ class GgufSource:
         stem, _, kind = name.rpartition(".")
         return f"{TOP[stem]}.{kind}" if stem in TOP else name
 
-    def _rows(self, info: TensorInfo, kind: GGMLQuantizationType, name: str) -> Tensor:
-        """A copy of the tensor's bytes, [rows, bytes of a row] uint8, with the rows as Hugging Face
-        has them."""
-        size = info.size_bytes
+    def _rows(self, info: TensorInfo, kind: GGMLQuantizationType, name: str, rows: Sequence[range] | None) -> Tensor:
+        """A copy of these rows' bytes, or of all rows', [rows, bytes of a row] uint8, with the rows as
+        Hugging Face has them."""
         num_rows = math.prod(info.shape[:-1]) if len(info.shape) > 1 else info.shape[0] if kind in FLOATS else 1
-        data = torch.from_numpy(np.frombuffer(self._maps[info.path], np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
-        _forget(self._maps[info.path], info.offset, size)
+        mapped = np.frombuffer(self._maps[info.path], np.uint8, info.size_bytes, info.offset).reshape(num_rows, -1)
+        places = self._places(name, num_rows, rows)
+        parts = [mapped[each.start : each.stop] for each in rows or [range(num_rows)]] if places is None else [mapped[places]]
+        data = torch.from_numpy(np.concatenate(parts))
+        _forget(self._maps[info.path], info.offset, info.size_bytes)
         self._read.add(info.name)
         self._progress.update()
+        return data
+
+    def _places(self, name: str, num_rows: int, rows: Sequence[range] | None) -> np.ndarray | None:
+        """Where the file has the rows of a matrix; None: in their order."""
         heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
         for part, key in heads.items():
             if self.architecture in PERMUTED and part in name:
                 attention = f"{self.architecture}.attention."
-                return data[_unpermuted(num_rows, self.head.number(attention + key, self.head.number(attention + "head_count")))]
-        return data
+                num_heads = self.head.number(attention + key, self.head.number(attention + "head_count"))
+                return take_rows(_unpermuted(num_rows, num_heads), rows).numpy()
+        return None
 
     def key_value_expansion(self, prefix: str, num_heads: int, num_keys: int, num_values: int, rank: int) -> Tensor:
         """The matrix that makes heads' keys and values of compressed ones, `kv_b_proj` of the
@@ -289,3 +302,8 @@ def _unpermuted(num_rows: int, num_heads: int) -> Tensor:
     """The place of each row of q or k in the file: there, a head's two halves, which RoPE turns
     together, alternate row by row."""
     return torch.arange(num_rows).reshape(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _is_of_layers(name: str, layers: range | None) -> bool:
+    """Whether the tensor is of one of these layers; None: of any."""
+    return name.startswith("blk.") and (layers is None or name.split(".")[1] in map(str, layers))

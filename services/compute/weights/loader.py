@@ -1,23 +1,28 @@
-"""A checkpoint to ModelWeights, with a progress bar.
+"""A checkpoint to ModelWeights, or to a rank's ModelParts, with a progress bar.
 
 Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor
 is cast, packed and quantized as it is read, so the peak is the model in its final form plus the
-tensors of one layer.
+tensors of one layer. A rank's part of a layer is a layer of some of its outputs, and is made as
+the whole is.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, Norms
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
+from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.parallel.share import EVERYTHING, WHOLE, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -57,6 +62,24 @@ def load_weights(
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
+    parts = load_parts(folder, config, backend, EVERYTHING, quantization=quantization, group=group, attention_output=attention_output, lm_head=lm_head)
+    assert parts.embedding is not None and parts.lm_head is not None
+    layers = [whole_layer(each, config, backend) for each in parts.layers]
+    return ModelWeights(embedding=parts.embedding, layers=layers, norm=parts.norm, lm_head=parts.lm_head)
+
+
+def load_parts(
+    folder: Path,
+    config: ModelConfig,
+    backend: Backend,
+    portion: Portion,
+    *,
+    quantization: str = "none",
+    group: int = 32,
+    attention_output: bool = False,
+    lm_head: bool = False,
+) -> ModelParts:
+    """Load as much of the weights as a rank has, as load_weights does."""
     if config.packed is not None:
         if quantization not in ("none", config.packed.quantization):
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
@@ -66,24 +89,45 @@ def load_weights(
         if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
-    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head))
+    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion.share)
     try:
         if quantization != "none" or attention_output or lm_head:
             option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
             check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else option)
-        embedding = source.embedding((config.vocab_size, config.hidden_size))
-        layers = []
-        for number in range(config.num_layers):
-            layers.append(loader.layer(number))
+        embedding = source.embedding((config.vocab_size, config.hidden_size)) if portion.has_embedding else None
+        parts = []
+        for number in range(config.num_layers) if portion.layers is None else portion.layers:
+            parts.append(loader.parts(number))
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
-        source.report()
+        found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=loader.head_part(embedding) if portion.has_head else None)
+        # the first rank has a part of everything
+        source.report(portion.layers if portion.share.rank == 0 else range(0))
         loader.report()
-        return weights
+        return found
     finally:
         source.close()
         give_back_free_memory()
+
+
+def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> LayerWeights:
+    """The layer of a rank that has all of it."""
+    assert parts.qkv is not None and parts.output is not None
+    if isinstance(parts.mlp, MlpParts):
+        return LayerWeights(parts.norms, parts.qkv, parts.output, backend.make_mlp(*_both(parts.mlp)), parts.sinks)
+    shared, moe = None, config.moe
+    assert moe is not None
+    if parts.mlp.shared is not None:
+        assert parts.mlp.shared_gate is not None
+        shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
+    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
+    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, moe.num_active, moe.has_normalized_weights, shared, grouped)
+    return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
+
+
+def _both(mlp: MlpParts) -> tuple[Linear, Linear]:
+    assert mlp.gate_up is not None and mlp.down is not None
+    return mlp.gate_up, mlp.down
 
 
 def norm_names(config: ModelConfig) -> dict[str, str]:
@@ -101,12 +145,14 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Makes a model's layers from a checkpoint's tensors, or restores them from packed ones."""
+    """Makes a model's layers from a checkpoint's tensors, or restores them from packed ones: whole, or
+    a rank's part of each."""
 
     source: SafetensorsSource | GgufSource
     config: ModelConfig
     backend: Backend
     packing: Packed
+    share: Share = WHOLE
     # layers, by the form that the file has and no kernel reads
     widened: Counter[str] = field(default_factory=Counter)
 
@@ -117,77 +163,79 @@ class Loader:
             log.warning(f"layers are widened to {str(self.backend.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
 
     def layer(self, number: int) -> LayerWeights:
+        """A layer of the whole model."""
+        return whole_layer(self.parts(number), self.config, self.backend)
+
+    def parts(self, number: int) -> LayerParts:
         config, prefix = self.config, f"model.layers.{number}."
-        hidden, q_size, kv_size = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, head_dim, kv_heads, per_kv_head = config.hidden_size, config.head_dim, config.num_kv_heads, config.num_heads // config.num_kv_heads
+        q_size, kv_size = config.num_heads * head_dim, kv_heads * head_dim
         attention = prefix + "self_attn."
-        if config.has_fused_projections:
-            qkv_names, qkv_shapes = [attention + "qkv_proj."], [(q_size + 2 * kv_size, hidden)]
-        else:
-            qkv_names, qkv_shapes = [attention + f"{name}_proj." for name in "qkv"], [(size, hidden) for size in (q_size, kv_size, kv_size)]
-        sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": config.head_dim, "k": config.head_dim}
+        names = [attention + "qkv_proj."] if config.has_fused_projections else [attention + f"{name}_proj." for name in "qkv"]
+        sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()}
-        return LayerWeights(
+        # a norm over all heads needs them all
+        of_kv = range(kv_heads) if config.is_qk_norm_joint else self.share.part(kv_heads, unit=1)
+        of_q = scaled(of_kv, per_kv_head)
+        heads = [scaled(each, head_dim) for each in (of_q, of_kv, of_kv)]
+        return LayerParts(
             norms=Norms(**norms),
-            qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
-            output=self.linear(prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, quantization=self.packing.of_output),
+            qkv=self.linear(prefix + "qkv.", names, [(size, hidden) for size in (q_size, kv_size, kv_size)], config.has_qkv_bias, parts=heads),
+            output=self.columns(prefix + "output.", attention + "o_proj.", (hidden, q_size), config.has_output_bias, self.packing.of_output),
             mlp=self.mixture(prefix, config.moe) if config.moe is not None and number in config.moe.sparse_layers else self.mlp(prefix),
-            sinks=self.source.dense(attention + "sinks", (config.num_heads,)).float() if config.has_sinks else None,
+            sinks=self.source.dense(attention + "sinks", (config.num_heads,), [of_q]).float() if config.has_sinks and of_q else None,
         )
 
-    def mlp(self, prefix: str) -> Mlp:
-        hidden, inter, has_bias = self.config.hidden_size, self.config.intermediate_size, self.config.has_mlp_bias
-        if self.config.has_fused_projections:
-            gate_up_names, gate_up_shapes = [prefix + "mlp.gate_up_proj."], [(2 * inter, hidden)]
-        else:
-            gate_up_names, gate_up_shapes = [prefix + "mlp.gate_proj.", prefix + "mlp.up_proj."], [(inter, hidden)] * 2
-        gate_up = self.linear(prefix + "gate_up.", gate_up_names, gate_up_shapes, has_bias, is_gated=True)
-        return self.backend.make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
+    def mlp(self, prefix: str) -> MlpParts:
+        names = ["gate_up_proj", "down_proj"] if self.config.has_fused_projections else ["gate_proj", "up_proj", "down_proj"]
+        return self.gated(prefix, [f"{prefix}mlp.{name}." for name in names], self.config.intermediate_size, self.config.has_mlp_bias)
 
-    def mixture(self, prefix: str, moe: MoeConfig) -> MoeMlp:
+    def gated(self, name: str, sources: list[str], inter: int, has_bias: bool) -> MlpParts:
+        """name: when it is packed; sources: of gate, up and down, or of gate and up in one, and down."""
+        hidden, part = self.config.hidden_size, self.share.part(inter)
+        gate_up = self.linear(name + "gate_up.", sources[:-1], [(inter, hidden)] * 2, has_bias, is_gated=True, parts=[part, part])
+        return MlpParts(gate_up, self.columns(name + "down.", sources[-1], (hidden, inter), has_bias, None))
+
+    def mixture(self, prefix: str, moe: MoeConfig) -> MixtureParts:
         """Load experts by Mixtral's names, by Qwen's or by gpt-oss'; their experts each a tensor of
         its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        router = self.linear(
-            prefix + "router.", [block + ("router." if moe.has_bias else "gate.")], [(moe.num_experts, hidden)], moe.has_bias, quantization="none"
-        )
-        shared = None
+        router = self.whole(prefix + "router.", block + ("router." if moe.has_bias else "gate."), (moe.num_experts, hidden), moe.has_bias)
+        shared = shared_gate = None
         if moe.shared_intermediate_size:
             names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
-            gate = self.linear(prefix + "shared.gate.", [block + "shared_expert_gate."], [(1, hidden)], False, quantization="none")
-            shared = SharedExpert(self.expert(prefix + "shared.", names, moe.shared_intermediate_size), gate)
+            shared = self.gated(prefix + "shared.", names, moe.shared_intermediate_size, has_bias=False)
+            shared_gate = self.whole(prefix + "shared.gate.", block + "shared_expert_gate.", (1, hidden), has_bias=False)
+        numbers = self.share.part(moe.num_experts, unit=1)
         if moe.has_bias and isinstance(self.source, SafetensorsSource) and self.config.packed is None:
-            experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in range(moe.num_experts)]
+            experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in numbers]
         elif self.source.has(block + "experts.gate_up_proj"):
-            experts = self.fused_experts(block, moe)
+            experts = self.fused_experts(block, moe, numbers)
         else:
-            experts = [self.one_expert(prefix, block, number, moe) for number in range(moe.num_experts)]
-        return MoeMlp(self.backend.row_math, router, tuple(experts), moe.num_active, moe.has_normalized_weights, shared)
+            experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
+        return MixtureParts(router, numbers, tuple(experts), shared, shared_gate)
 
     def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
         which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")
-        names = [f"{block}experts.{number}.{each}." for each in which]
-        return self.expert(f"{prefix}experts.{number}.", names, moe.intermediate_size, moe.has_bias)
+        name, names = f"{prefix}experts.{number}.", [f"{block}experts.{number}.{each}." for each in which]
+        hidden, inter = self.config.hidden_size, moe.intermediate_size
+        gate_up = self.linear(name + "gate_up.", names[:2], [(inter, hidden)] * 2, moe.has_bias, is_gated=True)
+        return Expert(_there(gate_up), self.whole(name + "down.", names[2], (hidden, inter), moe.has_bias, None))
 
-    def expert(self, name: str, sources: list[str], inter: int, has_bias: bool = False) -> Expert:
-        """name: when it is packed; sources: of gate, up and down."""
-        hidden = self.config.hidden_size
-        gate_up = self.linear(name + "gate_up.", sources[:2], [(inter, hidden)] * 2, has_bias, is_gated=True)
-        return Expert(gate_up, self.linear(name + "down.", sources[2:], [(hidden, inter)], has_bias))
-
-    def fused_experts(self, block: str, moe: MoeConfig) -> list[Expert]:
-        """Load experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
+    def fused_experts(self, block: str, moe: MoeConfig, numbers: range) -> list[Expert]:
+        """Load some experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
         intermediate]."""
         hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
         make, activation = self.backend.make_linear, self.config.activation
-        gate_up = self.source.dense(block + "experts.gate_up_proj", (moe.num_experts, 2 * inter, hidden))
-        down = self.source.dense(block + "experts.down_proj", (moe.num_experts, hidden, inter))
+        gate_up = self.source.dense(block + "experts.gate_up_proj", (moe.num_experts, 2 * inter, hidden), [numbers])
+        down = self.source.dense(block + "experts.down_proj", (moe.num_experts, hidden, inter), [numbers])
         return [
             Expert(
-                make(Dense(gate_up[number]), quantization=quantization, group=group, is_gated=True, activation=activation),
-                make(Dense(down[number]), quantization=quantization, group=group),
+                make(Dense(gate_up[place]), quantization=quantization, group=group, is_gated=True, activation=activation),
+                make(Dense(down[place]), quantization=quantization, group=group),
             )
-            for number in range(moe.num_experts)
+            for place in range(len(numbers))
         ]
 
     def gpt_oss_expert(self, block: str, number: int, moe: MoeConfig) -> Expert:
@@ -209,32 +257,87 @@ class Loader:
         return weight if self.config.packed is not None else (weight.float() + self.config.norm_offset).to(weight.dtype)
 
     def head(self, embedding: Rows) -> Linear:
-        """The last layer: where the embedding is tied, the embedding's own values, packed once
-        more."""
+        """The last layer of the whole model."""
+        return _there(self.head_part(embedding))
+
+    def head_part(self, embedding: Rows | None) -> Linear | None:
+        """The rank's logits. Where the embedding is tied, the last layer is the embedding's own values,
+        packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
-        if self.config.is_tied and self.config.packed is None:
-            return self.backend.make_linear(self.source.tied_head(embedding, shape), quantization=self.packing.of_head, group=self.packing.group)
-        return self.linear("lm_head.", ["lm_head."], [shape], False, quantization=self.packing.of_head)
+        if not self.config.is_tied or self.config.packed is not None:
+            return self.columns("lm_head.", "lm_head.", shape, has_bias=False, quantization=self.packing.of_head)
+        part = self.share.part(shape[0])
+        if not part:
+            return None
+        head = self.source.tied_head(embedding, shape, None if self.share.size == 1 else [part])
+        return self.backend.make_linear(head, quantization=self.packing.of_head, group=self.packing.group)
+
+    def whole(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None = "none") -> Linear:
+        """A layer of which every rank has all."""
+        return _there(self.linear(name, [source], [shape], has_bias, quantization=quantization))
+
+    def columns(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None) -> Linear | None:
+        """The rank's outputs of a layer."""
+        return self.linear(name, [source], [shape], has_bias, quantization=quantization, parts=[self.share.part(shape[0])])
 
     def linear(
-        self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, quantization: str | None = None
-    ) -> Linear:
-        """A layer of several matrices with the same inputs, quantized like most of them unless it
-        says how."""
+        self,
+        name: str,
+        sources: list[str],
+        shapes: list[tuple[int, int]],
+        has_bias: bool,
+        *,
+        is_gated: bool = False,
+        quantization: str | None = None,
+        parts: Sequence[range] | None = None,
+    ) -> Linear | None:
+        """A layer of several matrices with the same inputs, each a source's or all one source's: of
+        these parts of their outputs, or of all. It is quantized like most layers unless it says how.
+        None: the parts are empty."""
+        if parts is not None and not any(parts):
+            return None
+        rows = None if parts is None or self.share.size == 1 else parts
         if self.config.packed is not None:
-            assert isinstance(self.source, SafetensorsSource)
-            n, k = sum(shape[0] for shape in shapes), shapes[0][1]
-            parts = self.source.parts(name)
-            try:
-                return self.backend.restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=self.config.activation)
-            except ValueError as error:
-                raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
+            return self.restored(name, shapes, has_bias, is_gated=is_gated, rows=rows)
+        of_sources: list[Sequence[range] | None] = [None] * len(sources) if rows is None else [[each] for each in rows]
+        if len(sources) < len(shapes):
+            of_sources = [None if rows is None else side_by_side(shapes, rows)]
+            shapes = [(sum(shape[0] for shape in shapes), shapes[0][1])]
         quantization, group = quantization or self.packing.quantization, self.packing.group
-        matrices = [self.source.matrix(source, shape) for source, shape in zip(sources, shapes, strict=True)]
-        biases = [self.source.dense(source + "bias", shape[:1]) for source, shape in zip(sources, shapes, strict=True)] if has_bias else []
+        read = list(zip(sources, shapes, of_sources, strict=True))
+        matrices = [self.source.matrix(source, shape, some) for source, shape, some in read]
+        biases = [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
         bias = torch.cat(biases) if biases else None
         joined = concatenate(matrices, self.backend.dtype)
         # where a backend has no layers of several forms, all of them are widened
         widened = [each for each in matrices if not isinstance(each, Dense)] if not self.backend.is_kept(joined) else []
         self.widened.update({str(each) for each in widened})
         return self.backend.make_linear(joined, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation)
+
+    def restored(self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None) -> Linear:
+        """A layer that is packed. rows: as linear's parts."""
+        assert isinstance(self.source, SafetensorsSource)
+        n, k = sum(shape[0] for shape in shapes), shapes[0][1]
+        parts, activation = self.source.parts(name), self.config.activation
+        # a gated layer has one output for each of two rows
+        outputs = None if rows is None else rows[:1] if is_gated else side_by_side(shapes, rows)
+        try:
+            return self.backend.restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs)
+        except ValueError as error:
+            raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
+
+
+def scaled(part: range, factor: int) -> range:
+    """The places of a part of units that have so many each."""
+    return range(part.start * factor, part.stop * factor)
+
+
+def side_by_side(shapes: Sequence[tuple[int, int]], parts: Sequence[range]) -> list[range]:
+    """The places of parts of matrices that stand one after the other."""
+    starts = accumulate((shape[0] for shape in shapes), initial=0)
+    return [range(start + part.start, start + part.stop) for start, part in zip(starts, parts, strict=False)]
+
+
+def _there(linear: Linear | None) -> Linear:
+    assert linear is not None
+    return linear

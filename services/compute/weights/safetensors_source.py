@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from services.compute.backends.matrix import Dense, Matrix
 from services.compute.models.decoder import Rows
 from services.compute.weights.formats import Format, StoredLayer, read_format
 from services.compute.weights.progress import Progress
-from services.compute.weights.source import EMBEDDING
+from services.compute.weights.source import EMBEDDING, take_rows
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
@@ -121,22 +122,22 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{self.file_by_name[name]}: {error}") from None
 
-    def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Tensor:
         tensor = self.tensor(name)
         if tuple(tensor.shape) != shape:
             raise StartupError(f"{self.file_by_name[name]}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise StartupError(f"{self.file_by_name[name]}: {name} is {kind}, and config.json has no quantization_config that says how to read it")
-        return tensor.to(device=self.device, dtype=self.dtype, copy=True)
+        return take_rows(tensor, rows).to(device=self.device, dtype=self.dtype, copy=True)
 
     def has(self, name: str) -> bool:
         return name in self.file_by_name
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        layer = StoredLayer(self, name, *shape)
+    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+        layer = StoredLayer(self, name, *shape, rows)
         if self.format is None or not self.format.holds(layer):
-            return Dense(self.dense(name + "weight", shape))
+            return Dense(self.dense(name + "weight", shape, rows))
         kept = self.format.matrix(layer)
         self.kept[kept.how] += 1
         return kept.matrix
@@ -162,9 +163,9 @@ class SafetensorsSource:
     def embedding(self, shape: tuple[int, int]) -> Tensor:
         return self.dense(EMBEDDING, shape)
 
-    def tied_head(self, embedding: Rows, shape: tuple[int, int]) -> Matrix:  # noqa: ARG002
-        assert isinstance(embedding, Tensor)
-        return Dense(embedding)
+    def tied_head(self, embedding: Rows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+        assert embedding is None or isinstance(embedding, Tensor)
+        return Dense(self.dense(EMBEDDING, shape, rows) if embedding is None else take_rows(embedding, rows))
 
     def parts(self, prefix: str) -> dict[str, Tensor]:
         """A packed layer's parts, as they are."""
@@ -174,7 +175,7 @@ class SafetensorsSource:
     def quantized_as(self) -> str:
         return "" if self.format is None else self.format.description
 
-    def report(self) -> None:
+    def report(self, layers: range | None = None) -> None:  # noqa: ARG002
         if self.format is not None:
             kept = "; ".join(f"{count} {how}" for how, count in self.kept.most_common())
             log.info("the checkpoint is quantized", format=self.format.description, matrices=kept or "all dense")

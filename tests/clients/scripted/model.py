@@ -59,6 +59,7 @@ class ScriptedModel:
     implementation = "scripted"
     is_row_invariant = True
     splits_prompts = takes_segments = True
+    finds_slots = False
     longest_text = None
 
     def __init__(self, vocab_size: int, next_token: Callable[[np.ndarray], int]) -> None:

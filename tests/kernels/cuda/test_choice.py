@@ -102,14 +102,15 @@ def test_a_server_on_a_gpu_begins_with_steps_of_every_kind(monkeypatch: pytest.M
     monkeypatch.setattr(engine_module, "choose_backend", lambda *_, **__: plain.runner.model.backend)
     monkeypatch.setattr(ModelRunner, "run", run_noted)
     engine = engine_module.build_engine(settings, files)
-    holes = [[1], [1, 70]]
-    assert begun == [[1]] + [[1]] * 2 + [[1] * 17] * 2 + [[1, 70]] * 2 + holes, "one step to see numbers, two of every kind, and those with holes"
+    recorded = [[1] * size for size in (64, 56, 48, 40, 32, 24, 16, 8, 4, 2, 1) for _ in range(2)]
+    searched = [[1], [1] * 17, [1, 70]]
+    assert begun == [[1], *recorded, *searched, [1, 70]], "one step to see numbers, two of every size, the most first, and a chunk with holes and without"
     prompt = ScheduledBatch((BatchRow(0, (5, 6, 7), 0, (0,), range(2, 3)),), 0)
     assert torch.equal(engine.runner.forward(prompt).clone(), plain.runner.forward(prompt))
     small = ModelRunner(plain.runner.model, KVCache(plain.runner.model.config, plain.runner.model.backend, num_blocks=1, block_size=16))
     begun.clear()
     warm_up(small, 1)
-    assert begun == [[1], [1], [1, 16], [1, 16], [1], [1, 16]]
+    assert begun[-3:] == [[1], [1, 16], [1, 16]], "as few as it may have"
     monkeypatch.setattr(engine_module, "warm_up", no_kernel)
     with pytest.raises(StartupError, match="^--device cuda: this GPU can't run a step: no kernel$"):
         engine_module.build_engine(settings, files)

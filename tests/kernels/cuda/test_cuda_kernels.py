@@ -5,6 +5,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from bench.gpu.attention_checks import AttentionCase, check_attention, check_holes, check_spans
 from bench.gpu.check import Check
@@ -20,6 +22,7 @@ from bench.gpu.kernels import (
 from services.compute.backends.cuda import attention as attention_module
 from services.compute.backends.cuda import search as search_module
 from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.linear import CudaLinear, read_table
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.attention import Heads
@@ -146,3 +149,25 @@ def test_what_can_not_run_is_refused_in_one_line() -> None:
         backend.make_attention(Heads(2, 2, 512))
     with pytest.raises(StartupError, match="can't be divided into groups of 20"):
         backend.make_kv_layer(1, 16, 1, 20, group=20)
+
+
+@triton.jit
+def find_ranges(positions_ptr, numbers_ptr, starts_ptr, COUNT: tl.constexpr, RANGE: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    numbers = kernels.range_of(tl.load(positions_ptr + at), RANGE)
+    tl.store(numbers_ptr + at, numbers)
+    tl.store(starts_ptr + at, kernels.range_start(numbers, RANGE))
+
+
+def test_ranges_have_one_length_and_then_double() -> None:
+    """16 of 512 positions, 8 of 1,024, 8 of 2,048, up to the last position there can be."""
+    lengths = [512] * 16 + [512 << doublings for doublings in range(1, 18) for _ in range(8)]
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    positions = [start + offset for start, length in zip(starts, lengths, strict=True) for offset in (0, length // 2, length - 1)]
+    positions += [0] * (512 - len(positions))
+    found, begin = torch.zeros(2, 512, dtype=torch.int32)
+    find_ranges[(1,)](torch.tensor(positions, dtype=torch.int32), found, begin, COUNT=512, RANGE=512)
+    expected = [number for number in range(len(lengths)) for _ in range(3)]
+    assert found[: len(expected)].tolist() == expected == [attention_module.count_ranges(each + 1) - 1 for each in positions[: len(expected)]]
+    assert begin[: len(expected)].tolist() == [starts[number] for number in expected]
+    assert attention_module.count_ranges(131_072) == 48

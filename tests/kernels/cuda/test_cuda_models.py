@@ -3,7 +3,6 @@
 `make verify SUITE=cuda-kernels` has more.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from bench.gpu.models import LoadedModel, check_flight, check_model, make_prompt
 from services.compute.backends.backend import LargestStep
 from services.compute.backends.cuda import attention as attention_module
 from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.experts import CudaExperts
 from services.compute.backends.cuda.graphs import Recordings
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.backends.torch.attention import AttentionInputs
 from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.models import moe
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import reference_model
@@ -139,16 +138,16 @@ def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch:
         **SIZES | {"num_hidden_layers": 1}, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
     )
     reference_model("qwen2-moe", tmp_path, config=config)
-    backend, run_experts = CudaBackend(torch.bfloat16, CPU), moe.run_experts
+    backend, run = CudaBackend(torch.bfloat16, CPU), CudaExperts.run
     steps: list[LargestStep] = []
     mixed: list[int] = []
 
-    def run_noted(experts: Sequence[moe.Expert], x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def run_noted(experts: CudaExperts, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         mixed.append(len(x))
-        return run_experts(experts, x, chosen)
+        return run(experts, x, chosen)
 
     monkeypatch.setattr(backend, "workspace", steps.append)
-    monkeypatch.setattr(moe, "run_experts", run_noted)
+    monkeypatch.setattr(CudaExperts, "run", run_noted)
     LoadedModel(tmp_path, backend).model.workspace(3, 1, 64)
     backend._run_largest(steps[0])
     assert mixed == [3, 1]
@@ -164,3 +163,13 @@ def test_no_step_moves_what_recordings_read(model: Path) -> None:
         row = BatchRow(0, (5,) * length, 0, tuple(range(20)), range(length - 1, length), target_ids=(5,) * (length - 1), first_target=1)
         runner.prepare(ScheduledBatch((row,), 0))
         assert backend.buffers.generation == generation
+
+
+def test_memory_is_set_aside_for_all_recordings(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that has 1,000 bytes less after the largest, and 10 less after the next: eleven sizes, each with holes and without."""
+    backend, steps = CudaBackend(torch.bfloat16, CPU), list[LargestStep]()
+    monkeypatch.setattr(backend, "workspace", steps.append)
+    LoadedModel(model, backend).model.workspace(64, 8, 64)
+    monkeypatch.setattr(CudaStack, "run", lambda _self, x, *_: x)
+    left = iter((9000, 8000, 7990))
+    assert backend._recording_bytes(steps[0], lambda: next(left)) == 1000 + 21 * 10

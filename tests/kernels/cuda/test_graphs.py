@@ -3,7 +3,7 @@
 import torch
 
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.graphs import MAX_RECORDINGS, Forward, Recordings, pad_to_bucket
+from services.compute.backends.cuda.graphs import Forward, Recordings, pad_to_bucket, recorded_sizes
 from tests.kernels.backends import CPU
 
 
@@ -66,16 +66,22 @@ def test_recordings_have_another_recorder_when_all_are_dropped() -> None:
     assert [(each.num_recorded, each.num_replayed) for each in recorders] == [(1, 1), (1, 1)]
 
 
-def test_recordings_are_bounded_and_the_least_used_goes() -> None:
-    buffers, recorder = CudaBuffers(CPU), Recorder()
-    recordings = Recordings(lambda: recorder)
-    for key in (*range(MAX_RECORDINGS), 0, MAX_RECORDINGS):
-        recordings.run(key, lambda: torch.zeros(1), lambda: buffers.generation)
-    assert len(recordings) == MAX_RECORDINGS and recorder.num_replayed == 1
-    recordings.run(0, lambda: torch.zeros(1), lambda: buffers.generation)
-    assert recorder.num_replayed == 2, "the first was used again, and stayed"
-    recordings.run(1, lambda: torch.zeros(1), lambda: buffers.generation)
-    assert recorder.num_recorded == MAX_RECORDINGS + 2, "the second had to go"
+def test_sizes_that_are_recorded_hold_every_step() -> None:
+    assert recorded_sizes(1) == [*range(64, 7, -8), 4, 2, 1], "several rows of drafts have up to 64 tokens"
+    assert len(recorded_sizes(256)) == 23 and recorded_sizes(100)[0] == 112
+    assert {pad_to_bucket(count) for count in range(1, 301)} == set(recorded_sizes(300))
+
+
+def test_a_place_that_was_reserved_does_not_move() -> None:
+    """Nor do those that were reserved before more memory was needed: it is the same step that has all of them."""
+    buffers = CudaBuffers(CPU)
+    for name, count in (("first", 10), ("second", 100_000), ("third", 300_000)):
+        buffers.reserve(name, count, torch.int32)
+    generation = buffers.generation
+    for count in (1, 10):
+        held = [buffers.fill(name, list(range(count)), torch.int32) for name in ("first", "second", "third")]
+        buffers.upload()
+        assert all(each.tolist() == list(range(count)) for each in held) and buffers.generation == generation
 
 
 def test_numbers_are_there_after_the_upload_in_one_piece_and_stay_where_they_are() -> None:

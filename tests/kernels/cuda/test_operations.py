@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2MoeConfig
 from triton.runtime.interpreter import InterpretedFunction
 
 from bench.gpu.models import LoadedModel
@@ -77,6 +77,26 @@ def test_a_recording_holds_kernels_and_memory_and_nothing_else(
     assert recorded.seen <= MEMORY | (VENDORS[quantization] | {"aten.numpy_T.default"} if is_variant else set())
     assert recorded.seen & VENDORS[quantization] or not is_variant, "70 rows are multiplied by the vendor's"
     assert per_step[0] == 2 * (9 if quantization == "none" else 11), "launches a layer, as docs/understand/gpu.md counts them"
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_a_mixtures_layers_are_recorded_like_others(quantization: str, tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of launches does not depend on the number of experts, and nothing asks how many rows one gets."""
+    config = Qwen2MoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
+    reference_model("qwen2-moe", tmp_path, config=config)
+    recorded, run = Operations(), CudaStack.run
+
+    def watched(stack: CudaStack, *args: Any) -> torch.Tensor:
+        launches.clear()
+        with recorded:
+            return run(stack, *args)
+
+    monkeypatch.setattr(CudaStack, "run", watched)
+    LoadedModel(tmp_path, CudaBackend(torch.bfloat16, CPU), quantization=quantization).make_runner(16).run(singles(3))
+    assert recorded.seen <= MEMORY
+    is_plain = quantization == "none"
+    assert len(launches) == SIZES["num_hidden_layers"] * (16 if is_plain else 21)
+    assert {"choose_experts", "group_pairs", "multiply_experts", "add_experts"} <= set(launches)
 
 
 def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[str]) -> None:

@@ -80,6 +80,7 @@ float* take_partials(Context& context, int64_t rows, int64_t vocab) {
 }  // namespace penstock
 
 #include "layers.inc"
+#include "meeting.inc"
 #include "packing.inc"
 
 using namespace penstock;
@@ -98,6 +99,7 @@ int64_t penstock_size_of(const char* structure) {
       {"Weight", sizeof(Weight)},     {"CacheRows", sizeof(CacheRows)}, {"Attention", sizeof(Attention)}, {"Rotation", sizeof(Rotation)},
       {"Addition", sizeof(Addition)}, {"Largest", sizeof(Largest)},     {"Masses", sizeof(Masses)},
       {"Norms", sizeof(Norms)},       {"Layer", sizeof(Layer)},         {"Layers", sizeof(Layers)},       {"Draws", sizeof(Draws)},
+      {"Group", sizeof(Group)},
   };
   for (const auto& each : kSizes) {
     if (std::strcmp(each.name, structure) == 0) return each.size;
@@ -225,9 +227,9 @@ void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, 
 }
 
 // out = norm(x) * weight + bias, or residual + it; norm_weight null: x as it is. out null: float32
-// to out_float.
+// to out_float. width: of rows of what is written, 0: as many as there are outputs.
 void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
-                     const uint16_t* residual, uint16_t* out, float* out_float) {
+                     const uint16_t* residual, uint16_t* out, float* out_float, int64_t width) {
   if (rows == 0) return;  // a step of chunks that are not the last of their prompts wants no logits
   reserve(*context, *weight, rows);
 #pragma omp parallel
@@ -236,6 +238,7 @@ void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, 
     gemm.residual = residual;
     gemm.out = out;
     gemm.out_float = out_float;
+    gemm.width = width;
     run_rows(*context, *weight, x, norm_weight, eps, all_of(*context, rows), gemm);
   }
 }
@@ -270,8 +273,9 @@ void penstock_run_layers(Context* context, const Layers* layers) {
   if (l.rotation.tokens == 0) return;
   for (int64_t number = 0; number < l.num_layers; ++number) {
     for (const Weight* each : {l.layers[number].qkv, l.layers[number].output, l.layers[number].gate_up, l.layers[number].down}) {
-      reserve(*context, *each, l.rotation.tokens);
+      if (each != nullptr) reserve(*context, *each, l.rotation.tokens);
     }
+    if (l.layers[number].qkv == nullptr) continue;
     l.attention.cache = l.layers[number].cache;
     l.attention.workspace = context->partials.take(context->kernels.attention_workspace(l.attention));
   }
@@ -304,4 +308,7 @@ void penstock_sum_masses(Context* context, const Masses* masses) {
 }
 
 void penstock_decide(Context*, const Draws* draws) { decide(*draws); }
+
+// Returns when all ranks of a meeting have come: a Group's meet.
+void penstock_meet(void* meeting, int64_t) { static_cast<Meeting*>(meeting)->wait(); }
 }

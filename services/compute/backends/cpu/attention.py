@@ -30,6 +30,8 @@ class NativeAttention:
     """TorchAttention in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own
     (cache.inc), in blocks of a multiple of 16."""
 
+    finds_slots = False
+
     def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
         assert heads.are_supported
         self.context = context
@@ -54,7 +56,7 @@ class NativeAttention:
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
             block_lens=pointer(lens), last_seen=pointer(last_seen), num_sequences=len(contexts), table_width=width,
             num_heads=heads.num_heads, head_dim=heads.head_dim,
-            scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(),
+            scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(), out_stride=out.shape[1],
         )  # fmt: skip
         kept = (starts, contexts, tables, inputs.slot_mapping, *(each for each in (lens, last_seen) if each is not None))
         return NativePlan(rotation, attention, out, inputs.ropes, kept)

@@ -14,10 +14,12 @@ from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_pac
 from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.cpu.row_search import NativeRowSearch
 from services.compute.backends.cpu.stack import NativeStack
+from services.compute.backends.gathered import GatheredMlp
 from services.compute.backends.matrix import Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.backends.torch.reference import Scores
+from services.compute.parallel.ranks import Cut
 
 
 class CpuBackend:
@@ -50,8 +52,10 @@ class CpuBackend:
     ) -> NativeLinear:
         return self._with_activations(pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation))
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> NativeLinear:
-        return self._with_activations(restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation))
+    def restore_linear(
+        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+    ) -> NativeLinear:
+        return self._with_activations(restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs))
 
     def _with_activations(self, layer: NativeLinear) -> NativeLinear:
         if self.activations == "bfloat16":
@@ -62,13 +66,16 @@ class CpuBackend:
         assert isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)
         return NativeMlp(gate_up, down)
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
+        return None
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
         return NativeAttention(self.context, self.buffers, heads, scores) if heads.are_supported else self.torch.make_attention(heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> NativeStack | None:
-        if not isinstance(attention, NativeAttention) or not all(isinstance(layer.mlp, NativeMlp) for layer in layers):
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> NativeStack | None:
+        if not isinstance(attention, NativeAttention) or not all(isinstance(layer.mlp, NativeMlp | GatheredMlp) for layer in layers):
             return None
-        return NativeStack(self.context, self.buffers, layers, wiring)
+        return NativeStack(self.context, self.buffers, layers, wiring, cut)
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return self.torch.kv_token_bytes(num_kv_heads, head_dim, group=group)
@@ -78,16 +85,19 @@ class CpuBackend:
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""
-        for linear, rows in [*((each, step.num_tokens) for each in step.linears), (step.head, step.num_logits)]:
+        logits = 0
+        for linear in step.linears:
             assert isinstance(linear, NativeLinear)
-            self.context.reserve(linear.address, rows)
-        assert isinstance(step.head, NativeLinear)
-        self.context.reserve_search(step.num_logits, step.head.num_outputs)
+            self.context.reserve(linear.address, step.num_tokens)
+        if step.head is not None:
+            assert isinstance(step.head, NativeLinear)
+            self.context.reserve(step.head.address, step.num_logits)
+            self.context.reserve_search(step.num_logits, step.head.num_outputs)
+            logits = step.num_logits * step.head.num_outputs * 4
         if isinstance(step.attention, NativeAttention):
             self._reserve_attention(step.attention, step.num_tokens, step.max_model_len)
         if step.stack is not None:
             step.stack.reserve(step.num_tokens)
-        logits = step.num_logits * step.head.num_outputs * 4
         return Workspace(self.context.workspace_bytes() + self.buffers.num_bytes, logits)
 
     def _reserve_attention(self, attention: NativeAttention, num_tokens: int, max_model_len: int) -> None:

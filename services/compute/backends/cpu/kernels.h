@@ -152,7 +152,8 @@ struct Attention {
   float scale;
   float cap;      // a score becomes cap * tanh(score / cap); 0: no cap
   const float* sinks;  // [num_heads], one more score of each softmax, without a value; or null
-  uint16_t* out;  // bf16 [tokens][num_heads * head_dim]
+  uint16_t* out;  // bf16 [tokens][out_stride], of which num_heads * head_dim are written
+  int64_t out_stride;
   void* workspace;
 };
 
@@ -231,11 +232,25 @@ struct Layer {
   const float* sinks;  // Attention's
 };
 
+// The results of which each rank of a group has computed some columns.
+enum Gathered : int64_t { kAttended = 0, kOutput = 1, kIntermediate = 2, kDown = 3 };
+
+// The ranks that divide every layer's outputs among them, and where this one's columns are. The
+// buffers are as wide as all ranks' columns; x of Layers is one of them where h is null, else h is.
+struct Group {
+  void (*meet)(void* with, int64_t gathered);  // returns when all ranks' columns are there
+  void* meet_with;
+  int64_t first_output, first_intermediate;  // columns, multiples of kPair
+  const uint16_t* attended;  // bf16 [tokens][q heads * head_dim]; Attention's out is in it
+  uint16_t* intermediate;    // in tiles of bf16, of padded_intermediate inputs
+  int64_t padded_intermediate;
+};
+
 // All layers of a step. rotation and attention hold what all layers have in common; each layer
-// fills in the rest.
+// fills in the rest. In a group a layer lacks what this rank has no columns of.
 struct Layers {
   const Layer* layers;
-  int64_t num_layers;
+  int64_t num_layers, hidden_size;
   uint16_t* x;  // bf16 [tokens][hidden]: of the embedding, and then of the last layer
   // bf16 [tokens][hidden]: normalized or multiplied before it is added to x; null: nothing is
   uint16_t* h;
@@ -243,6 +258,7 @@ struct Layers {
   const float *const *cosines, *const *sines;  // by rope
   Rotation rotation;
   Attention attention;
+  const Group* group;  // null: this process computes all
 };
 
 // The functions from gemm to rotate_and_write are called by all threads of a parallel region (or by

@@ -60,6 +60,7 @@ class Attention(ctypes.Structure):
         ("cap", ctypes.c_float),
         ("sinks", Pointer),
         ("out", Pointer),
+        ("out_stride", ctypes.c_int64),
         ("workspace", Pointer),
     ]
 
@@ -107,12 +108,28 @@ class Layer(ctypes.Structure):
     ]
 
 
+# returns when all ranks' columns of a result are there
+Meet = ctypes.CFUNCTYPE(None, Pointer, Int)
+
+
+class Group(ctypes.Structure):
+    """kernels.h's Group."""
+
+    _fields_ = [
+        ("meet", Meet),
+        ("meet_with", Pointer),
+        *((name, ctypes.c_int64) for name in ("first_output", "first_intermediate")),
+        *((name, Pointer) for name in ("attended", "intermediate")),
+        ("padded_intermediate", ctypes.c_int64),
+    ]
+
+
 class Layers(ctypes.Structure):
     """kernels.h's Layers."""
 
     _fields_ = [
         ("layers", ctypes.POINTER(Layer)),
-        ("num_layers", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size")),
         ("x", Pointer),
         ("h", Pointer),
         ("eps", ctypes.c_float),
@@ -121,6 +138,7 @@ class Layers(ctypes.Structure):
         ("sines", ctypes.POINTER(Pointer)),
         ("rotation", Rotation),
         ("attention", Attention),
+        ("group", ctypes.POINTER(Group)),
     ]
 
 
@@ -150,7 +168,7 @@ class Draws(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, Layers, Largest, Masses, Draws)
+STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, Group, Layers, Largest, Masses, Draws)
 
 
 class Context:
@@ -178,7 +196,7 @@ class Context:
         self.pack_columns = function("pack_columns", weight, *[Pointer] * 3)
         self.pack_int4 = function("pack_int4", weight, *[Pointer] * 4)
         self.pack_groups = function("pack_groups", weight, *[Pointer] * 7)
-        self.linear = function("linear", weight, *[Pointer] * 2, Float, Int, *[Pointer] * 3)
+        self.linear = function("linear", weight, *[Pointer] * 2, Float, Int, *[Pointer] * 3, Int)
         self.mlp = function("mlp", weight, weight, *[Pointer] * 2, Float, Int, *[Pointer] * 2)
         self.add_rows = function("add_rows", ctypes.POINTER(Addition))
         self.finish_logits = function("finish_logits", Pointer, Int, Float, Float)
@@ -188,6 +206,8 @@ class Context:
         self.find_largest = function("find_largest", ctypes.POINTER(Largest))
         self.sum_masses = function("sum_masses", ctypes.POINTER(Masses))
         self.decide = function("decide", ctypes.POINTER(Draws))
+        # a Group's, of ranks that share memory
+        self.meet = ctypes.cast(library.penstock_meet, Meet)
 
 
 def open_context() -> Context | None:

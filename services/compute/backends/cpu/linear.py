@@ -9,6 +9,7 @@ after it, SiLU times up or the residual, happen inside.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Linear
+from services.compute.backends.cpu.columns import COLUMNS, PAIR, copy_columns, of_columns, packed_runs
 from services.compute.backends.cpu.library import Context, Weight, pointer
 from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
@@ -24,7 +26,7 @@ from services.compute.host_memory import mapped_zeros
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
+TILE_BYTES = 64
 FOUR_BIT_GROUPS = (32, 64, 128)  # of four-bit codes
 GROUPS = (16, 32, 64, 128)
 OTHER_PARTS = "its parts have other shapes or types"
@@ -152,11 +154,26 @@ def form_of(matrix: Grouped | Int4Columns) -> Form:
     return Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
 
 
-def restore_linear(context: Context, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> "NativeLinear":
-    """A layer from the parts of one that was packed before, in whatever form they are. Raises
-    ValueError for parts of another layer."""
-    layer = NativeLinear(context, n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias, activation=activation)
-    layer.restore(parts)
+def restore_linear(
+    context: Context,
+    parts: dict[str, Tensor],
+    n: int,
+    k: int,
+    *,
+    is_gated: bool,
+    has_bias: bool,
+    activation: str = "silu",
+    outputs: Sequence[range] | None = None,
+) -> "NativeLinear":
+    """A layer from the parts of one that was packed before, in whatever form they are, or some of its
+    outputs. Raises ValueError for parts of another layer."""
+    form = _form_of(parts)
+    shapes = _part_shapes(form, *_padded(n, k, form, is_gated), has_bias=has_bias)
+    if {name: (part.shape, part.dtype) for name, part in parts.items()} != shapes:
+        raise ValueError(OTHER_PARTS)
+    count = n if outputs is None else sum(map(len, outputs)) * (2 if is_gated else 1)
+    layer = NativeLinear(context, count, k, form, is_gated=is_gated, has_bias=has_bias, activation=activation)
+    layer.restore(parts, [range(layer.num_outputs)] if outputs is None else outputs)
     return layer
 
 
@@ -216,12 +233,15 @@ class NativeLinear:
             self.context.pack_groups(self.address, *map(pointer, kept), pointer(bias))
             self._bound_values()
 
-    def restore(self, parts: dict[str, Tensor]) -> None:
-        """Fill the parts from others of the same layer. Raises ValueError if they are not."""
-        if {name: (part.shape, part.dtype) for name, part in parts.items()} != {name: (part.shape, part.dtype) for name, part in self.parts.items()}:
-            raise ValueError(OTHER_PARTS)
+    def restore(self, parts: dict[str, Tensor], outputs: Sequence[range]) -> None:
+        """Fill the parts from those of a layer that has these outputs among its own."""
+        runs = packed_runs(outputs, is_gated=bool(self.struct.is_gated))
+        tile_bytes = self.parts["data"].numel() * COLUMNS // self.struct.padded_n
         for name, part in parts.items():
-            self.parts[name].copy_(part)
+            if name == "table":
+                self.parts[name].copy_(part)
+            else:
+                copy_columns(of_columns(name, self.parts[name], tile_bytes), of_columns(name, part, tile_bytes), runs)
         self._bound_values()
 
     def _bound_values(self) -> None:
@@ -240,22 +260,25 @@ class NativeLinear:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
-        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None)
+        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None, 0)
         return out
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
         """Compute the same in float32, as the sampler wants it, in memory that the next call writes
         again: fresh pages would take the system longer than the kernel takes to fill them."""
         rows = x.shape[0]
-        if rows > len(self.rows):
+        if out is None and rows > len(self.rows):
             self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)
-        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, self.rows.data_ptr())
-        return self.rows[:rows]
+        to = self.rows[:rows] if out is None else out
+        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, to.data_ptr(), to.stride(0))
+        return to
 
 
 class NativeMlp:
     """down(activation(gate) * up) as one call, with the norm before it and the residual after
     it."""
+
+    is_recordable = True
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         self.gate_up = gate_up
@@ -274,10 +297,16 @@ class NativeMlp:
 
 def _empty_parts(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, Tensor]:
     """The parts of a layer of this form, as kernels.h has them, with zeros inside."""
+    shapes = _part_shapes(form, padded_n, padded_k, has_bias=has_bias)
+    return {name: mapped_zeros(*shape) if name == "data" else torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def _part_shapes(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     of_groups = (padded_n // PAIR, padded_k // form.group, PAIR)
     of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else of_groups
     by_groups, by_columns = form.kind in BY_GROUPS, form.kind in BY_COLUMNS
     wanted: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
+        "data": (True, (padded_n * padded_k * form.data_bits // 8,), torch.uint8),
         "scales": (by_columns, (padded_n,), torch.float32),
         "sums": (by_columns, (padded_n,), torch.int32),
         "table": (form.kind == Kind.FOUR_BIT, (16,), torch.int8),
@@ -288,8 +317,7 @@ def _empty_parts(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) ->
         "minimum_steps": (by_groups and form.has_steps and form.has_minima, of_groups, torch.int8),
         "bias": (has_bias, (padded_n,), torch.float32),
     }
-    parts = {"data": mapped_zeros(padded_n * padded_k * form.data_bits // 8)}
-    return parts | {name: torch.zeros(shape, dtype=dtype) for name, (is_there, shape, dtype) in wanted.items() if is_there}
+    return {name: (shape, dtype) for name, (is_there, shape, dtype) in wanted.items() if is_there}
 
 
 def _padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:

@@ -10,26 +10,32 @@ from torch import Tensor
 from services.compute.backends.backend import LayerWeights, Wiring
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
-from services.compute.backends.cpu.library import Context, Layer, Layers, Norms, Pointer, pointer
+from services.compute.backends.cpu.library import Attention, Context, Group, Layer, Layers, Meet, Norms, Pointer, pointer
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
+from services.compute.parallel.ranks import Cut
+from services.compute.parallel.share import UNIT
+
+TILE_ROWS = 16  # of activations
 
 
 class NativeStack:
     """See backend.py's Stack."""
 
-    def __init__(self, context: Context, buffers: Buffers, layers: Sequence[LayerWeights], wiring: Wiring) -> None:
+    def __init__(self, context: Context, buffers: Buffers, layers: Sequence[LayerWeights], wiring: Wiring, cut: Cut | None = None) -> None:
         """layers: of one context, with its MLPs."""
         self.context = context
         self.buffers = buffers
         self.wiring = wiring
         self.weights = layers  # what the structures point to
+        self.team = None if cut is None else Team(context, cut)
         self.layers = (Layer * len(layers))()
         self.kv_layers: Sequence[Tensor] = ()
+        self.hidden_size: int = wiring.hidden_size
         for each, layer, window, rope in zip(self.layers, layers, wiring.windows, wiring.ropes, strict=True):
-            assert isinstance(layer.mlp, NativeMlp)
-            for name, linear in (("qkv", layer.qkv), ("output", layer.output), ("gate_up", layer.mlp.gate_up), ("down", layer.mlp.down)):
-                assert isinstance(linear, NativeLinear)
-                setattr(each, name, ctypes.pointer(linear.struct))
+            for name, linear in linears_of(layer).items():
+                if linear is not None:
+                    setattr(each, name, ctypes.pointer(linear.struct))
             norms = layer.norms
             each.norms = Norms(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
@@ -39,34 +45,82 @@ class NativeStack:
         if kv_layers is not self.kv_layers:
             self._point_to(kv_layers, rotation.head_dim)
         qkv, h = self._take(len(x))
+        group = None
+        if self.team is not None:
+            x = x if h is None else x.clone()  # each rank adds what was gathered to its own
+            group = ctypes.pointer(self.team.begin(x if h is None else h, attention))
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
         tables = [(Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)]
         called = Layers(
-            self.layers, len(self.layers), x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation, attention,
+            self.layers, len(self.layers), self.hidden_size, x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation,
+            attention, group,
         )  # fmt: skip
         if taps is None:
             self.context.run_layers(called)
-            return x
-        for first, last in taps.pieces(len(self.layers)):
-            taps.keep(first, x)
-            called.layers, called.num_layers = ctypes.pointer(self.layers[first]), last - first
-            self.context.run_layers(called)
-        taps.keep(len(self.layers), x)
-        return x
+        else:
+            for first, last in taps.pieces(len(self.layers)):
+                taps.keep(first, x)
+                called.layers, called.num_layers = ctypes.pointer(self.layers[first]), last - first
+                self.context.run_layers(called)
+            taps.keep(len(self.layers), x)
+        return x if self.team is None else x.clone()  # the head's rows come and go in regions, too
 
     def reserve(self, num_tokens: int) -> None:
         self._take(num_tokens)
 
     def _take(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        qkv = self.weights[0].qkv
-        assert isinstance(qkv, NativeLinear)
-        width, hidden = qkv.num_outputs, qkv.struct.k
-        h = None if self.wiring.adds_in_layers else self.buffers.take("h", (num_tokens, hidden), torch.bfloat16)
-        return self.buffers.take("qkv", (num_tokens, width), torch.bfloat16), h
+        qkv = linears_of(self.weights[0])["qkv"]
+        h, shape = None, (num_tokens, self.hidden_size)
+        if not self.wiring.adds_in_layers:
+            h = self.buffers.take("h", shape, torch.bfloat16) if self.team is None else self.team.ranks.region("h", shape, torch.bfloat16)
+        return self.buffers.take("qkv", (num_tokens, 0 if qkv is None else qkv.num_outputs), torch.bfloat16), h
 
     def _point_to(self, kv_layers: Sequence[Tensor], head_dim: int) -> None:
         for each, layer, kv in zip(self.layers, self.weights, kv_layers, strict=True):
             each.cache = cache_rows(kv, head_dim)
             each.norms.is_qk_joint = is_joint(layer.norms.q, head_dim)
         self.kv_layers = kv_layers
+
+
+def linears_of(layer: LayerWeights) -> dict[str, NativeLinear | None]:
+    """The layer's matrices, by their names in kernels.h; None: this rank has no columns of one."""
+    mlp, output = layer.mlp, layer.output
+    if isinstance(mlp, GatheredMlp):
+        assert isinstance(output, GatheredLinear)
+        found = {"qkv": own_of(layer.qkv), "output": output.linear, "gate_up": mlp.gate_up.linear, "down": mlp.down.linear}
+    else:
+        assert isinstance(mlp, NativeMlp)
+        found = {"qkv": layer.qkv, "output": output, "gate_up": mlp.gate_up, "down": mlp.down}
+    checked: dict[str, NativeLinear | None] = {}
+    for name, linear in found.items():
+        assert linear is None or isinstance(linear, NativeLinear)
+        checked[name] = linear
+    return checked
+
+
+class Team:
+    """The ranks that run the layers together, as native code sees them."""
+
+    def __init__(self, context: Context, cut: Cut) -> None:
+        self.cut = cut
+        self.ranks = cut.ranks
+        self.group = Group(meet_with=cut.ranks.meeting, first_output=cut.hidden[cut.rank].start, first_intermediate=cut.intermediate[cut.rank].start)
+        self.group.padded_intermediate = -(-cut.intermediate[-1].stop // UNIT) * UNIT
+        # of the step: what is gathered, of whose dimension the ranks have which parts
+        self.results: list[tuple[Tensor, Sequence[range], int]] = []
+        self.group.meet = context.meet if cut.ranks.meeting is not None else Meet(lambda _, gathered: self.ranks.complete(*self.results[gathered]))
+
+    def begin(self, added: Tensor, attention: Attention) -> Group:
+        """Prepare a step. added: [T, hidden], what the layers add to, or write what is added to it; attention: of
+        the step, whose result becomes a part of the ranks'."""
+        cut, num_tokens = self.cut, len(added)
+        attended = self.ranks.region("attended", (num_tokens, cut.attended[-1].stop), torch.bfloat16)
+        num_tiles = -(-num_tokens // (2 * TILE_ROWS)) * 2
+        intermediate = self.ranks.region("intermediate", (num_tiles, self.group.padded_intermediate // UNIT, TILE_ROWS * UNIT), torch.bfloat16)
+        own = cut.attended[cut.rank]
+        attention.out, attention.out_stride = attended.data_ptr() + own.start * attended.element_size(), attended.shape[1]
+        self.group.attended, self.group.intermediate = attended.data_ptr(), intermediate.data_ptr()
+        units = [range(each.start // UNIT, -(-each.stop // UNIT)) for each in cut.intermediate]
+        self.results = [(attended, cut.attended, 1), (added, cut.hidden, 1), (intermediate, units, 1), (added, cut.hidden, 1)]
+        return self.group

@@ -1,32 +1,45 @@
 """Attention over the paged cache: what launches kernels/attention.py, and the layout of its
 cache."""
 
-import math
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from services.compute.backends.buffers import Buffers
-from services.compute.backends.cuda.graphs import pad_to_bucket
+from services.compute.backends.cuda.buffers import CudaBuffers
+from services.compute.backends.cuda.graphs import LONGEST_ROW, MOST_TOKENS, pad_to_bucket
 from services.compute.backends.cuda.kernels import attention as kernels
+from services.compute.backends.cuda.kernels import blocks as block_kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
+from services.compute.backends.cuda.tables import BlockTables
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores
+from shared.model.arrays import Array
+from shared.model.segments import MAX_SEGMENTS, SEGMENT_MULTIPLE
 from shared.process.errors import StartupError
 
 ROWS = 64  # of a tile: queries times the query heads that share a KV head
-RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block
-SPLITS = 16  # programs among which a token's ranges are divided, at most
+RANGE = 512  # positions whose results are merged in order, at first: a multiple of the keys of a block
+# programs among which a token's ranges are divided: at most, and at least, where all tokens have
+# PROGRAMS of them together
+SPLITS, LEAST_SPLITS, PROGRAMS = 16, 4, 4096
 MAX_HEAD_DIM = 256
-NARROWEST = 16  # blocks of the tables: each further power of two is recorded by itself
-# of a step that is recorded: a row's tokens (the last one and its drafts), and where a row has
-# several, all rows' together
-LONGEST_ROW, MOST_TOKENS = 17, 64
-EVERYTHING = 1 << 40  # the window of a layer without one
+HEADS = 16  # that a program rotates
+SMALLEST_BLOCK = 16  # tokens: --block-size is a multiple of it
+FOUND_AT_ONCE = 256  # slots
+EVERYTHING = 1 << 30  # the window of a layer without one
+MOST_HOLES = MAX_SEGMENTS * SEGMENT_MULTIPLE  # of a context, beside its tokens
+
+
+def count_ranges(num_positions: int) -> int:
+    """The ranges of so many positions: see kernels/attention.py."""
+    equal, doubling = kernels.EQUAL.value, kernels.DOUBLING.value
+    last = num_positions - 1
+    doublings = (last // (equal * RANGE)).bit_length()
+    size = RANGE << doublings
+    return 1 + (equal + (doublings - 1) * doubling + (last - equal // 2 * size) // size if doublings else last // RANGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +47,19 @@ class CudaPlan:
     """A step's tiles: those whose ranges are divided among programs, then chunks. The first are of
     single tokens. If all rows are short, as they are without prompts, they are of all rows: then
     all is padded to a bucket, and where it lies and how large it is depends on `shape` alone. Such
-    a step can be recorded."""
+    a step can be recorded. Numbers are int32."""
 
-    # [4, tiles] int64: first token, number of queries (0: padding), sequence, and the first query's
-    # place in `parts`
+    # [4, tiles]: first token, number of queries (0: padding), sequence, and the first query's place
+    # in `parts`
     tiles: Tensor
-    merged: Tensor  # [2, parts] int64: of each part its token, and how many tokens that sees (0: padding)
-    # [sequences, 2] int64: tokens after the step, and the first token in the step less its position
+    merged: Tensor  # [2, parts]: of each part its token, and how many tokens that sees (0: padding)
+    # [sequences, 4]: tokens after the step, the first token in the step less its position, the row
+    # of `tables`, and that position
     contexts: Tensor
-    tables: Tensor  # [sequences, width] int64
-    block_lens: Tensor | None  # [sequences, width] int64, see AttentionInputs
-    last_seen: Tensor | None  # [T] int64, see AttentionInputs
-    num_tokens: Tensor  # [1] int64: of the step, without padding
+    tables: Tensor  # [rows, width]
+    block_lens: Tensor | None  # [rows, width], see AttentionInputs
+    last_seen: Tensor | None  # [T], see AttentionInputs
+    num_tokens: Tensor  # [1]: of the step, without padding
     slots: Tensor  # [T] int64
     num_split: int  # tiles whose ranges are divided
     block_size: int
@@ -56,16 +70,43 @@ class CudaPlan:
     is_recordable: bool
 
     @property
-    def shape(self) -> tuple[int, int, bool]:
-        """Tokens, padding included, the width of the block tables, and whether some blocks are tokens
-        in part only."""
-        return len(self.out), self.tables.shape[1], self.block_lens is not None
+    def shape(self) -> tuple[int, bool]:
+        """Tokens, padding included, and whether some blocks are tokens in part only."""
+        return len(self.out), self.block_lens is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """CudaPlan's tiles and merged, as arrays."""
+
+    tiles: Array
+    merged: Array
+    num_split: int
+
+
+def make_tiles(lens: Array, firsts: Array, starts: Array, is_split: Array, queries: int) -> Tiles:
+    """The tiles of a step, of at most `queries` tokens each. lens: of each sequence its tokens in
+    the step; firsts, starts: the first one's position, and its place in the step; is_split: whether
+    its ranges are divided; all [sequences]."""
+    counts = -(-lens // queries)
+    sequences = np.repeat(np.arange(len(lens)), counts)
+    begun = queries * (np.arange(len(sequences)) - (counts.cumsum() - counts)[sequences])
+    split_lens = np.where(is_split, lens, 0)
+    parts = np.where(is_split, split_lens.cumsum() - split_lens, 0)[sequences] + np.where(is_split[sequences], begun, 0)
+    tiles = np.stack([starts[sequences] + begun, np.minimum(queries, lens[sequences] - begun), sequences, parts])
+    order = np.argsort(~is_split[sequences], kind="stable")
+    owners = np.repeat(np.arange(len(lens)), split_lens)
+    within = np.arange(len(owners)) - (split_lens.cumsum() - split_lens)[owners]
+    merged = np.stack([starts[owners] + within, firsts[owners] + within + 1])
+    return Tiles(tiles[:, order], merged, int(is_split[sequences].sum()))
 
 
 class CudaAttention:
     """TorchAttention over make_kv_layer's caches."""
 
-    def __init__(self, buffers: Buffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
+    finds_slots = True
+
+    def __init__(self, buffers: CudaBuffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
         sharing = heads.num_heads // heads.num_kv_heads
         if heads.head_dim > MAX_HEAD_DIM or sharing > ROWS:
@@ -73,6 +114,8 @@ class CudaAttention:
                 f"heads of {heads.head_dim} dimensions, {sharing} to a KV head: attention on a GPU takes up to {MAX_HEAD_DIM} dimensions and {ROWS} heads"
             )
         self.buffers = buffers
+        self.tables = BlockTables(buffers)
+        self.num_ranges = 0  # of the longest context that there is room for
         self.dtype = dtype
         self.heads = heads
         self.scores = scores or Scores.of(heads.head_dim)
@@ -84,52 +127,64 @@ class CudaAttention:
         """Queries of a chunk's tile."""
         return ROWS // self.sharing
 
+    def reserve(self, num_sequences: int, num_tokens: int, longest: int) -> None:
+        """Make room for any step of so many sequences and tokens, of contexts of up to `longest`
+        tokens: no later one moves what recordings read."""
+        self.tables.reserve(num_sequences, -(-(longest + MOST_HOLES) // SMALLEST_BLOCK))
+        self.num_ranges = max(self.num_ranges, count_ranges(longest + MOST_HOLES))
+        num_rows = max(num_tokens, pad_to_bucket(max(num_sequences, MOST_TOKENS)))
+        self.buffers.reserve("attention plan", 1 + (4 + 2 + 4) * num_rows, torch.int32)
+        self.buffers.reserve("last seen", num_tokens, torch.int32)
+        self._take(num_rows, pad_to_bucket(max(num_sequences, MOST_TOKENS)))
+        self.buffers.take("slots", (num_rows,), torch.int64)
+
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:
-        num_tokens, lens = len(inputs.slot_mapping), inputs.query_lens
-        is_short = all(length == 1 for length in lens) or (max(lens) <= LONGEST_ROW and num_tokens <= MOST_TOKENS)
+        """The slots are found on the device where there are none; what else has been filled for the
+        step is uploaded first."""
+        lens, ends = np.array(inputs.query_lens), np.array(inputs.context_lens)
+        num_tokens, longest = int(lens.sum()), int(ends.max())
+        starts = lens.cumsum() - lens
+        is_single = lens == 1
+        is_short = bool(is_single.all()) or (int(lens.max()) <= LONGEST_ROW and num_tokens <= MOST_TOKENS)
         is_recordable = is_short and inputs.last_seen is None
         num_rows = pad_to_bucket(num_tokens) if is_recordable else num_tokens
-        num_sequences = num_rows if is_recordable else len(lens)
-        width = max(triton.next_power_of_2(-(-max(inputs.context_lens) // block_size)), NARROWEST)
-        starts = [0, *accumulate(lens)]
-        split: list[tuple[int, int, int, int]] = []
-        chunks: list[tuple[int, int, int, int]] = []
-        merged: list[tuple[int, int]] = []
-        for number, (length, context) in enumerate(zip(lens, inputs.context_lens, strict=True)):
-            last = starts[number + 1]
-            tiles = [(first, min(self.queries, last - first), number) for first in range(starts[number], last, self.queries)]
-            if is_recordable or length == 1:
-                split += [(first, count, number, len(merged) + first - starts[number]) for first, count, number in tiles]
-                merged += [(token, context - last + token + 1) for token in range(starts[number], last)]
-            else:
-                chunks += [(*tile, 0) for tile in tiles]
+        self.tables.reserve(len(lens), -(-longest // block_size))
+        if (num_ranges := count_ranges(longest)) > self.num_ranges:
+            self.num_ranges, self.buffers.generation = num_ranges, self.buffers.generation + 1
+        handles = inputs.handles if inputs.handles is not None else range(-len(lens), 0)
+        contexts = np.stack([ends, starts - (ends - lens), self.tables.update(handles, inputs.block_tables, inputs.block_lens), ends - lens], 1)
+        made = make_tiles(lens, ends - lens, starts, is_single | is_recordable, self.queries)
+        pieces = [made.tiles, made.merged, contexts]
         if is_recordable:
-            split += [(0, 0, 0, 0)] * (num_rows - len(split))
-            merged += [(0, 0)] * (num_rows - len(merged))
-        tiles_there, merged_there = (np.array(each, np.int64).reshape(-1, size).T for each, size in (([*split, *chunks], 4), (merged, 2)))
-        contexts = np.zeros((num_sequences, 2), np.int64)
-        contexts[: len(lens)] = [(context, start - (context - length)) for context, start, length in zip(inputs.context_lens, starts, lens, strict=False)]
-        of_blocks = [each for each in (inputs.block_tables, inputs.block_lens) if each is not None]
-        tables = np.zeros((len(of_blocks), num_sequences, width), np.int64)
-        for which, rows in enumerate(of_blocks):
-            for number, (row, context) in enumerate(zip(rows, inputs.context_lens, strict=True)):
-                count = -(-context // block_size)
-                tables[which, number, :count] = row[:count]
-        filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], tiles_there, merged_there, contexts, tables], axis=None))
-        shapes = [(1,), tiles_there.shape, merged_there.shape, contexts.shape, tables.shape]
-        pieces = torch.split(filled, [math.prod(shape) for shape in shapes])
-        num_tokens_at, tiles_at, merged_at, contexts_at, tables_at = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-        lens_at = tables_at[1] if len(of_blocks) > 1 else None
-        last_seen = None if inputs.last_seen is None else self.buffers.fill("last seen", inputs.last_seen)
-        heads, num_ranges = self.heads, triton.cdiv(width * block_size, RANGE)
-        parts = (len(merged), heads.num_heads, num_ranges)
+            pieces = [
+                np.pad(each, [(0, num_rows - size if axis == along else 0) for axis, size in enumerate(each.shape)])
+                for each, along in zip(pieces, (1, 1, 0), strict=True)
+            ]
+        filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], *pieces], axis=None), torch.int32)
+        last_seen = None if inputs.last_seen is None else self.buffers.fill("last seen", inputs.last_seen, torch.int32)
+        num_tokens_at, *held = torch.split(filled, [1, *(each.size for each in pieces)])
+        tiles_at, merged_at, contexts_at = (each.view(piece.shape) for each, piece in zip(held, pieces, strict=True))
+        slots = inputs.slot_mapping
+        if not len(slots):
+            slots = self.buffers.take("slots", (num_rows,), torch.int64)
+            self.buffers.upload()
+            block_kernels.find_slots[(len(lens),)](
+                contexts_at, self.tables.held, slots, self.tables.width, BLOCK_SIZE=block_size, BLOCK=FOUND_AT_ONCE, num_warps=4
+            )  # fmt: skip
+        out, parts, stats = self._take(num_rows, pieces[1].shape[1])
         return CudaPlan(
-            tiles_at, merged_at, contexts_at, tables_at[0], lens_at, last_seen, num_tokens_at, inputs.slot_mapping, len(split), block_size,
-            out=self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
-            parts=self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
-            stats=self.buffers.take("attention stats", (*parts, 2), torch.float32),
-            ropes=inputs.ropes, is_recordable=is_recordable,
+            tiles_at, merged_at, contexts_at, self.tables.held[0], self.tables.held[1] if inputs.block_lens is not None else None, last_seen,
+            num_tokens_at, slots, num_rows if is_recordable else made.num_split, block_size, out, parts, stats, inputs.ropes, is_recordable,
         )  # fmt: skip
+
+    def _take(self, num_rows: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """CudaPlan's out, parts and stats."""
+        heads, parts = self.heads, (num_parts, self.heads.num_heads, self.num_ranges)
+        return (
+            self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
+            self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
+            self.buffers.take("attention stats", (*parts, 2), torch.float32),
+        )
 
     def __call__(
         self,
@@ -154,16 +209,18 @@ class CudaAttention:
         scales = kv.view(torch.float16) if shape["GROUP"] else None
         strides = (kv.stride(0), kv.stride(1))
         cos, sin = plan.ropes[rope]
-        num_rows = triton.next_power_of_2(heads.num_heads + 2 * heads.num_kv_heads)
-        kernels.rotate_and_write[(len(qkv),)](
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        tile = min(HEADS, triton.next_power_of_2(num_heads))
+        kernels.rotate_and_write[(len(qkv), triton.cdiv(num_heads, tile))](
             qkv, kv, scales, cos, sin, plan.slots, plan.num_tokens, q_norm, k_norm, eps, *strides,
-            **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, HEADS=num_rows, DIM=self.dim,
-            num_warps=warps_of(num_rows * self.dim), enable_fp_fusion=True,
+            **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, HEADS=tile, DIM=self.dim,
+            num_warps=warps_of(tile * self.dim), enable_fp_fusion=True,
         )  # fmt: skip
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
+        most = min(SPLITS, num_ranges, max(LEAST_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
         flat = plan.tiles.view(-1)
-        for first, count, splits in ((0, plan.num_split, min(SPLITS, num_ranges)), (plan.num_split, num_tiles - plan.num_split, 0)):
+        for first, count, splits in ((0, plan.num_split, most), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,

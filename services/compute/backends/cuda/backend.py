@@ -1,18 +1,21 @@
 """CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the
 same on a CPU, slowly: so it is tested without a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring, Workspace
-from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
+from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
-from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, run_again
+from services.compute.backends.cuda.experts import CudaExperts, are_alike
+from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
@@ -21,16 +24,17 @@ from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Mat
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
+from services.compute.parallel.ranks import Cut
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
-RESERVED_BLOCK = 16  # tokens: --block-size is a multiple of it
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
+KINDS = 2  # of recordings of a size: with blocks that are tokens in part, and without
 LISTED = 64  # candidates of a row that most steps ask for
 
 
 class CudaBackend:
-    block_multiple = 16  # rows that lie together
+    block_multiple = SMALLEST_BLOCK  # rows that lie together
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, allow_batch_variance: bool = False) -> None:
         self.dtype = dtype
@@ -73,11 +77,17 @@ class CudaBackend:
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
         return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002
+    def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
+
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> CudaExperts | None:
+        """None: some have other forms than others, as where a file's numbers make it so."""
+        pairs = [(gate_up, down) for gate_up, down in experts if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)]
+        assert len(pairs) == len(experts)
+        return CudaExperts(pairs, num_experts, first) if pairs and all(are_alike(each) for each in zip(*pairs, strict=True)) else None
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
         if self.dtype == torch.float32 and heads.head_dim > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
@@ -85,11 +95,9 @@ class CudaBackend:
             raise StartupError(f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute capability {found}")
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
-        """Make one call of the layers, but for mixtures of experts: how many tokens an expert gets
-        is known on the host only, so their steps can't be recorded."""
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
+        if cut is not None or not all(layer.mlp.is_recordable for layer in layers):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 
@@ -105,12 +113,14 @@ class CudaBackend:
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
-        measures what they took: once for all models, and once for this one's recordings, which have
-        a pool of their own. Without a GPU there is nothing to measure: the buffers, and the
-        logits."""
+        measures what they took, and what this model's recordings will take. Without a GPU there is
+        nothing to measure: the buffers, and the logits."""
         assert isinstance(step.attention, CudaAttention)
-        self._reserve(step.attention, [1] * step.num_logits, step.max_model_len)
-        self._reserve(step.attention, [step.num_tokens], max(step.max_model_len, step.num_tokens))
+        num_tokens = max(step.num_tokens, step.num_logits)
+        for name in ("input_ids", "positions", "logit_rows"):
+            self.buffers.reserve(name, num_tokens)
+        self.buffers.reserve("positions of images", 3 * num_tokens)
+        step.attention.reserve(step.num_logits, num_tokens, max(step.max_model_len, step.num_tokens))
         if step.stack is not None:
             step.stack.reserve(pad_to_bucket(step.num_logits))
         assert isinstance(step.head, CudaLinear)
@@ -121,8 +131,30 @@ class CudaBackend:
         torch.cuda.reset_peak_memory_stats(self.device)
         self._run_largest(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        of_recordings = 0 if step.stack is None else self._recording_bytes(step, lambda: int(torch.cuda.mem_get_info(self.device)[0]))
         torch.cuda.empty_cache()
-        return Workspace(peak, peak)
+        return Workspace(peak, of_recordings)
+
+    @torch.inference_mode()
+    def _recording_bytes(self, step: LargestStep, free_bytes: Callable[[], int]) -> int:
+        """What recordings of all sizes take, by two that are made and dropped: they share the memory
+        in which the largest works, and the driver keeps something of each."""
+        assert isinstance(step.attention, CudaAttention)
+        heads, sizes = step.attention.heads, recorded_sizes(step.num_logits)
+        kv = self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+        record, held = self.make_recorder(), []
+
+        def make(size: int) -> Callable[[], Tensor]:
+            assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
+            x, plan = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device), self._plan(step.attention, [1] * size)
+            return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
+
+        make(sizes[0])()  # compiles what is missing
+        free = [free_bytes()]
+        for size in sizes[:2]:
+            held.append(record(make(size)))
+            free.append(free_bytes())
+        return free[0] - free[1] + (KINDS * len(sizes) - 1) * (free[1] - free[2])
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:
@@ -144,10 +176,10 @@ class CudaBackend:
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)
         assert isinstance(step.attention, CudaAttention)
         heads = step.attention.heads
-        num_blocks = -(-step.num_tokens // RESERVED_BLOCK)
-        kv = self.make_kv_layer(num_blocks, RESERVED_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+        num_blocks = -(-step.num_tokens // SMALLEST_BLOCK)
+        kv = self.make_kv_layer(num_blocks, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
         for lens in ([1], [step.num_tokens]):
-            plan = self._reserve(step.attention, lens, step.num_tokens)
+            plan = self._plan(step.attention, lens)
             width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
             qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
             step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
@@ -159,14 +191,13 @@ class CudaBackend:
             wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
-    def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:
-        """Buffers for a step of so many tokens of each sequence, with the longest context; its
-        plan."""
+    def _plan(self, attention: CudaAttention, lens: list[int]) -> CudaPlan:
+        """The plan of a step of so many tokens of each sequence, which begins with them."""
         heads, num_tokens = attention.heads, sum(lens)
-        table = tuple(range(-(-longest // RESERVED_BLOCK)))
-        ropes = tuple(self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin"))
-        *_, slots = (self.buffers.fill(name, list(range(num_tokens))) for name in ("input_ids", "positions", "logit_rows", "slot_mapping"))
-        inputs = AttentionInputs(lens, [longest] * len(lens), [table] * len(lens), slots, ((ropes[0], ropes[1]),))
-        plan = attention.plan(inputs, RESERVED_BLOCK)
+        table = tuple(range(-(-max(lens) // SMALLEST_BLOCK)))
+        shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
+        ropes = self.buffers.take("cos 0", shape, torch.float32), self.buffers.take("sin 0", shape, torch.float32)
+        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,))
+        plan = attention.plan(inputs, SMALLEST_BLOCK)
         self.buffers.upload()
         return plan

@@ -7,7 +7,7 @@ from torch import Tensor
 from services.compute.backends.buffers import Buffers
 from shared.model.arrays import Array
 
-SMALLEST = 64  # numbers of a name, at least
+SMALLEST = 512  # bytes of a name, at least
 
 
 class CudaBuffers(Buffers):
@@ -19,21 +19,32 @@ class CudaBuffers(Buffers):
         self._is_pinned = device.type == "cuda"
         # after the last upload: until then the host's side must stay as it is
         self._copied: torch.cuda.Event | None = None
-        self._places: dict[str, tuple[int, int]] = {}  # first, size
-        # that have had a place, perhaps in memory that was too small: a recording may read there
-        self._names: set[str] = set()
+        self._places: dict[str, tuple[int, int]] = {}  # first byte, bytes
+        self._filled: set[str] = set()
+        # that were filled where they no longer are: the step that asked for more memory still reads
+        # them there, and so does its recording
+        self._moved: set[str] = set()
         self._first, self._last = 0, 0  # of what is filled and not uploaded
-        self._hold(1 << 12)
+        self._hold(1 << 15)
 
-    def fill(self, name: str, values: list[int] | Array) -> Tensor:
-        first = self._place(name, len(values))
-        last = first + len(values)
+    def reserve(self, name: str, count: int, dtype: torch.dtype = torch.int64) -> None:
+        self._place(name, count * dtype.itemsize)
+
+    def fill(self, name: str, values: list[int] | Array, dtype: torch.dtype = torch.int64) -> Tensor:
+        if not len(values):
+            return self._held_there[:0].view(dtype)
+        num_bytes = len(values) * dtype.itemsize
+        first = self._place(name, num_bytes)
+        last = first + num_bytes
+        self.generation += name in self._moved
+        self._moved.discard(name)
+        self._filled.add(name)
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        self._host[first:last] = torch.as_tensor(values, dtype=torch.int64)
+        self._host[first:last].view(dtype).copy_(torch.as_tensor(values, dtype=dtype))
         self._first, self._last = (min(self._first, first), max(self._last, last)) if self._last else (first, last)
-        return self._held_there[first:last]
+        return self._held_there[first:last].view(dtype)
 
     def upload(self) -> None:
         """Make one copy, of all from the first to the last of what was filled since the one
@@ -52,11 +63,11 @@ class CudaBuffers(Buffers):
         return super().num_bytes + self._held_there.nbytes
 
     def _place(self, name: str, size: int) -> int:
-        first, held = self._places.get(name, (-1, 0))
+        """The first byte of a name's place."""
+        first, held = self._places.get(name, (0, 0))
         if size <= held:
             return first
-        self.generation += name in self._names
-        self._names.add(name)
+        self.generation += name in self._places
         wanted = max(SMALLEST, 1 << (size - 1).bit_length())
         if self._used + wanted > len(self._host):
             self.upload()  # who was given a part of what is left here reads it there
@@ -68,7 +79,11 @@ class CudaBuffers(Buffers):
     def _hold(self, size: int) -> None:
         """Give out the places again, in more memory."""
         with torch.inference_mode(False):
-            self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._is_pinned)
-            self._held_there = torch.zeros(size, dtype=torch.int64, device=self.device)
+            self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._held_there = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.generation += 1
-        self._places, self._used = {}, 0
+        self._moved = set(self._filled)
+        self._used = 0
+        for name, (_, held) in self._places.items():
+            self._places[name] = self._used, held
+            self._used += held

@@ -1,11 +1,12 @@
 """Steps that are recorded once and run again: what the host says to a GPU for a step without chunks
 of prompts is one call, however many kernels it has.
 
-A recording reads and writes the memory that it saw. So a step is padded to one of a few sizes, all
-that it reads lies in the backend's buffers, and recordings are dropped when one of these has moved.
+A recording reads and writes the memory that it saw. So a step is padded to one of a few sizes, and
+all that it reads lies in the backend's buffers. These have room for every step that a server
+schedules, so a server makes all recordings before it is ready, and keeps them. Should a buffer move,
+all are dropped.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 Forward = Callable[[], Tensor]
 Record = Callable[[Forward], Forward]
 
-# each keeps its result, and what the driver needs for its launches; the one that was used least
-# recently goes
-MAX_RECORDINGS = 128
+# of a step that is recorded: a row's tokens (the last one and its drafts), and where a row has
+# several, all rows' together
+LONGEST_ROW, MOST_TOKENS = 17, 64
 
 
 def pad_to_bucket(count: int) -> int:
@@ -26,6 +27,12 @@ def pad_to_bucket(count: int) -> int:
         return 1 << (count - 1).bit_length()
     unit = 8 if count <= 64 else 16 if count <= 256 else 32
     return -(-count // unit) * unit
+
+
+def recorded_sizes(max_num_seqs: int) -> list[int]:
+    """The tokens of all steps that are recorded, padding included, the most first: the memory in
+    which one works is then enough for the next."""
+    return sorted({pad_to_bucket(count) for count in range(1, max(max_num_seqs, MOST_TOKENS) + 1)}, reverse=True)
 
 
 def cuda_recorder() -> Record:
@@ -65,14 +72,13 @@ class Recordings:
         """make_recorder: called at first, and whenever all recordings have been dropped."""
         self.make_recorder = make_recorder
         self.record = make_recorder()
-        self._held: OrderedDict[Hashable, Forward] = OrderedDict()  # the last used last
+        self._held: dict[Hashable, Forward] = {}
         self._generation = -1
 
     def run(self, key: Hashable, forward: Forward, generation: Callable[[], int]) -> Tensor:
         """The result of `forward`, or of its recording under this key. generation: which changes
         when memory that it reads has moved."""
         if generation() == self._generation and (replay := self._held.get(key)) is not None:
-            self._held.move_to_end(key)
             return replay()
         result = forward()  # compiles what it needs, and may take more memory; a recording can't
         if generation() != self._generation and self._held:
@@ -80,8 +86,6 @@ class Recordings:
             self._held.clear()
         self._generation = generation()
         self._held[key] = self.record(forward)
-        if len(self._held) > MAX_RECORDINGS:
-            self._held.popitem(last=False)
         return result
 
     def __len__(self) -> int:

@@ -127,8 +127,9 @@ class CudaLinear:
             return self.multiply_by_vendor(rows, residual)
         return self.multiply(rows, residual, self.dtype)
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        return self.multiply(self.prepare(x, norm, eps), None, torch.float32)
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        logits = self.multiply(self.prepare(x, norm, eps), None, torch.float32)
+        return logits if out is None else out.copy_(logits)
 
     def prepare(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor | QuantizedRows:
         """norm(x), in codes where weights are."""

@@ -38,12 +38,14 @@ class AttentionInputs:
     query_lens: list[int]  # tokens of each in this step
     context_lens: list[int]  # tokens of each in the cache after it
     block_tables: list[tuple[int, ...]]  # as many blocks as the context needs, at least
-    slot_mapping: Tensor  # [T] int64: where each token's K and V go
+    slot_mapping: Tensor  # [T] int64: where each token's K and V go; empty: found by an attention that finds_slots
     ropes: tuple[CosSin, ...]  # a layer names one of them
     # of each sequence's blocks, how many of their positions are tokens: the others nobody sees. None: all are
     block_lens: list[tuple[int, ...]] | None = None
     # of the step's tokens, the last position that each sees, in its sequence; None: its own
     last_seen: list[int] | None = None
+    # names of the sequences, by which their tables may be kept from step to step; None: they are kept by nobody
+    handles: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class TorchPlan:
 
 class TorchAttention:
     """`plan` once a step, then a call for each layer."""
+
+    finds_slots = False
 
     def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
         """scores: Scores.of(heads.head_dim) if there are none."""

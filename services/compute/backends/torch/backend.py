@@ -1,6 +1,7 @@
 """TorchBackend: every part in plain torch. The definition, in any dtype, on any device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from services.compute.backends.torch.reference import Scores, kv_row_size, quant
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.host_memory import mapped_zeros
+from services.compute.parallel.ranks import Cut
 from shared.process.errors import StartupError
 
 
@@ -50,7 +52,7 @@ class TorchBackend:
             return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
         return QuantizedTorchLinear(matrix, bias, is_gated=is_gated, activation=activation)
 
-    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> TorchLinear:  # noqa: ARG002
+    def restore_linear(self, *_: Any, **__: Any) -> TorchLinear:
         raise StartupError(
             "this checkpoint is packed for the native kernels, which run in bfloat16 on a CPU: build them (penstock build-kernels), or use its source"
         )
@@ -58,10 +60,13 @@ class TorchBackend:
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
 
+    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
+        return None
+
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
         return TorchAttention(heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> None:  # noqa: ARG002
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> None:  # noqa: ARG002
         return None
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
@@ -79,5 +84,5 @@ class TorchBackend:
     def workspace(self, step: LargestStep) -> Workspace:
         """Inputs and outputs of the layer that has most, and once more in float32, as norms,
         activations and logits are computed."""
-        sizes = [(linear, step.num_tokens) for linear in step.linears] + [(step.head, step.num_logits)]
+        sizes = [*((linear, step.num_tokens) for linear in step.linears), (step.head, step.num_logits)]
         return Workspace(max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear)), 0)

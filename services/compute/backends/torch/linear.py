@@ -25,8 +25,9 @@ class TorchLinear:
     def multiply(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        return self(x, norm=norm, eps=eps).float()
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        logits = self(x, norm=norm, eps=eps).float()
+        return logits if out is None else out.copy_(logits)
 
 
 class QuantizedTorchLinear(TorchLinear):
@@ -48,6 +49,8 @@ class QuantizedTorchLinear(TorchLinear):
 
 
 class TorchMlp:
+    is_recordable = True
+
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down

@@ -41,11 +41,11 @@ class BitsAndBytes:
 
 
 def keep_int8(layer: StoredLayer) -> Kept:
-    codes = layer.read("weight", [(layer.n, layer.k)], (torch.int8,))
+    codes = layer.read("weight", [(layer.n, layer.k)], (torch.int8,), along=0)
     scales = layer.read_scales("SCB", [(layer.n,)])
     if layer.has("weight_format") and int(layer.read("weight_format", [(), (1,)], (torch.uint8, torch.int8, torch.int32, torch.int64))) != 0:
         raise layer.refuse("weight_format", "says that rows are rearranged for a GPU; save it again with a newer version of bitsandbytes")
-    return Kept(Int8Columns(codes, scales.float() / 127), AS_THEY_ARE)
+    return Kept(Int8Columns(codes, layer.take(scales).float() / 127), AS_THEY_ARE)
 
 
 def widen_four_bit(layer: StoredLayer) -> Kept:
@@ -61,15 +61,14 @@ def widen_four_bit(layer: StoredLayer) -> Kept:
     table = layer.read_scales("weight.quant_map", [(16,)]).float()
     scales = _scales(layer, state, -(-n * k // block))
 
-    def rows(some: slice) -> Tensor:
-        # begin is even: an even number of rows at a time
+    def values(some: range) -> Tensor:
         begin, end = some.start * k, some.stop * k
-        pairs = codes[begin // 2 : -(-end // 2)]
-        values = table[torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()[: end - begin].int()]
+        pairs = codes[begin // 2 : -(-end // 2)]  # the first may be half another row's
+        of_codes = table[torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()[begin % 2 :][: end - begin].int()]
         blocks = torch.arange(begin, end, device=codes.device) // block
-        return (values * scales[blocks]).view(-1, k)
+        return (of_codes * scales[blocks]).view(-1, k)
 
-    return Kept(widen(layer, rows), WIDENED)
+    return Kept(widen(layer, lambda some: torch.cat([values(each) for each in layer.within(some)])), WIDENED)
 
 
 def _state(layer: StoredLayer) -> tuple[str, Options]:

@@ -103,21 +103,21 @@ def keep_integers(layer: StoredLayer, scheme: Scheme) -> Kept:
     if order is not None:
         return widen_permuted(layer, codes, scales, zeros, order)
     if scheme.bits == 8 and scheme.group is None and zeros is None:
-        return Kept(Int8Columns(codes, scales[:, 0].float()), AS_THEY_ARE)
+        return Kept(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
     return keep_groups(layer, codes, scales, zeros, scheme.group)
 
 
 def _read_codes(layer: StoredLayer, bits: int) -> Tensor:
-    """[n, k]: int8, or of fewer bits uint8 codes from 0 to 15, which stand for -8 to 7."""
+    """[height, k]: int8, or of fewer bits uint8 codes from 0 to 15, which stand for -8 to 7."""
     half = 1 << (bits - 1)
     if layer.has("weight_packed"):
         shape = layer.read("weight_shape", [(2,)], (torch.int64, torch.int32))
         if shape.tolist() != [layer.n, layer.k]:
             raise layer.refuse("weight_shape", f"is {shape.tolist()}; expected: {[layer.n, layer.k]}")
-        words = layer.read("weight_packed", [(layer.n, -(-layer.k * bits // 32))], (torch.int32,))
+        words = layer.read("weight_packed", [(layer.n, -(-layer.k * bits // 32))], (torch.int32,), along=0)
         codes = unpack(words, bits)[:, : layer.k].contiguous()
         return signed(codes) if bits == 8 else codes + (8 - half)
-    codes = layer.read("weight", [(layer.n, layer.k)], (torch.int8,))
+    codes = layer.read("weight", [(layer.n, layer.k)], (torch.int8,), along=0)
     if bits == 8:
         return codes
     if not -half <= int(codes.min()) <= int(codes.max()) < half:

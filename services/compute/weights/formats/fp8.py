@@ -9,10 +9,12 @@ outputs and inputs. Scales of activations are not used: activations stay as they
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import FLOAT8, Float8
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import FLOATS, Format, Kept, StoredLayer
+from services.compute.weights.source import take_rows
 
 SCALES = ("weight_scale_inv", "weight_scale")
 IN_FP8 = "in FP8"
@@ -39,14 +41,24 @@ def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kep
     one for each block."""
     n, k = layer.n, layer.k
     height, width = min(block[0], n), min(block[1], k)
-    codes = layer.read("weight", [(n, k)], FLOAT8)
+    codes = layer.read("weight", [(n, k)], FLOAT8, along=0)
     blocks = (-(-n // height), -(-k // width))
     scales = layer.read_scales(scale_part, [(), (1,), (1, 1), (n,), (n, 1), blocks], SCALE_DTYPES).float()
     if tuple(scales.shape) == blocks and scales.shape not in ((1, 1), (n, 1)):
-        matrix = Float8(codes, scales, width, height)
+        taken, height = take_blocks(layer, scales, height)
+        matrix = Float8(codes, taken, width, height)
     else:
-        matrix = Float8(codes, scales.reshape(-1, 1).expand(n, 1).contiguous(), k)
+        matrix = Float8(codes, layer.take(scales.reshape(-1, 1).expand(n, 1)).contiguous(), k)
     return Kept(matrix, IN_FP8)
+
+
+def take_blocks(layer: StoredLayer, scales: Tensor, height: int) -> tuple[Tensor, int]:
+    """The wanted rows' scales of [n / height, groups], and how many rows share one: where a border is
+    inside a block, each row has its own."""
+    if all(each.start % height == 0 for each in layer.ranges) and all(each.stop % height == 0 for each in layer.ranges[:-1]):
+        return take_rows(scales, [range(each.start // height, -(-each.stop // height)) for each in layer.ranges]), height
+    numbers = torch.cat([torch.arange(each.start, each.stop) for each in layer.ranges]).to(scales.device)
+    return scales[numbers // height], 1
 
 
 def read_fp8(options: Options) -> Format:

@@ -62,7 +62,7 @@ class Gptq:
         if self.is_ordered and not layer.has("g_idx"):
             raise layer.refuse("g_idx", "is missing, and quantization_config says desc_act")
         groups = num_groups(k, self.group)
-        words = layer.read("qweight", [(-(-k // per_word), n)], (torch.int32,))
+        words = layer.read("qweight", [(-(-k // per_word), n)], (torch.int32,), along=1)
         codes = unpack(words.T, self.bits)[:, :k].contiguous()
         stored = unpack(layer.read("qzeros", [(groups, -(-n // per_word))], (torch.int32,)), self.bits)[:, :n].T
         unsigned = (stored + self.zero_offset) & (2**self.bits - 1)
@@ -74,7 +74,7 @@ class Gptq:
             return widen_permuted(layer, codes, scales, zeros, order)
         without_zeros = self.is_symmetric and not bool(zeros.any())
         if self.bits == 8 and self.group is None and without_zeros:
-            return Kept(Int8Columns(codes, scales[:, 0].float()), AS_THEY_ARE)
+            return Kept(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
         return keep_groups(layer, codes, scales, None if without_zeros else zeros.contiguous(), self.group)
 
 

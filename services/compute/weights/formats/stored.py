@@ -1,8 +1,9 @@
 """Parts that all formats share: a layer's tensors, checked as they are read, and the forms in which
 its weight is kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Grouped, Matrix
+from services.compute.weights.source import take_rows
 from shared.process.errors import StartupError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,12 +46,22 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """The tensors of one linear layer [n, k] in its file."""
+    """The tensors of one linear layer [n, k] in its file, of which `rows` are wanted."""
 
     reader: Reader
     name: str  # ends in a dot
     n: int
     k: int
+    rows: Sequence[range] | None = None  # None: all
+
+    @property
+    def ranges(self) -> Sequence[range]:
+        return [range(self.n)] if self.rows is None else self.rows
+
+    @property
+    def height(self) -> int:
+        """The number of rows that are wanted."""
+        return sum(map(len, self.ranges))
 
     def has(self, part: str) -> bool:
         return self.name + part in self.reader.file_by_name
@@ -58,15 +70,37 @@ class StoredLayer:
         """Whether `weight` is there as floats of 16 bits or more, or not at all."""
         return not self.has("weight") or self.reader.stored_dtype(self.name + "weight") in ("F16", "BF16", "F32", "F64")
 
-    def read(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    def read(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...], *, along: int | None = None, per: int = 1) -> Tensor:
         """A tensor of one of these shapes (any, if there are none) and dtypes, as it is in the
-        file. Raises StartupError."""
+        file. along: the dimension that outputs lie along, of which those alone are read that are in a
+        place, of `per` outputs, with one that is wanted; None: all are read. Raises StartupError."""
         tensor = self.reader.tensor(self.name + part)
         if shapes and tuple(tensor.shape) not in shapes:
             raise self.refuse(part, f"has the shape {tuple(tensor.shape)}; expected: {' or '.join(map(str, shapes))}")
         if tensor.dtype not in dtypes:
             raise self.refuse(part, f"is {_plain(tensor.dtype)}; expected: {' or '.join(map(_plain, dtypes))}")
+        if along is not None and self.rows is not None:
+            tensor = take_rows(tensor, [range(each.start // per, -(-each.stop // per)) for each in self.rows], along)
         return tensor.to(self.reader.device)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The wanted of all rows [n, ...]."""
+        return take_rows(whole, self.rows)
+
+    def trim(self, read: Tensor, per: int) -> Tensor:
+        """The wanted of the rows [m, ...] that `read` has read, with so many in a place."""
+        if self.rows is None:
+            return read
+        places = [-(-each.stop // per) - each.start // per for each in self.rows]
+        starts = accumulate((count * per for count in places), initial=0)
+        inside = [range(start + each.start % per, start + each.start % per + len(each)) for start, each in zip(starts, self.rows, strict=False)]
+        return take_rows(read, inside)
+
+    def within(self, some: slice) -> list[range]:
+        """The rows that stand in these places among the wanted."""
+        starts = accumulate(map(len, self.ranges), initial=0)
+        parts = [each[max(some.start - start, 0) : max(some.stop - start, 0)] for start, each in zip(starts, self.ranges, strict=False)]
+        return [each for each in parts if each]
 
     def read_scales(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Floats that must be finite."""
@@ -94,7 +128,7 @@ class Format(Protocol):
         ...
 
     def matrix(self, layer: StoredLayer) -> Kept:
-        """Raises StartupError, naming the tensor that is missing or wrong."""
+        """The wanted rows. Raises StartupError, naming the tensor that is missing or wrong."""
         ...
 
 
@@ -119,26 +153,29 @@ def describe(bits: int, group: int | None) -> str:
 
 
 def widen(layer: StoredLayer, rows: Callable[[slice], Tensor]) -> Dense:
-    """A dense matrix in the model's dtype of `rows`, which gives some rows [m, k] in any dtype. An
-    even number at a time, so that temporaries stay small."""
-    weight = torch.empty((layer.n, layer.k), dtype=layer.reader.dtype, device=layer.reader.device)
-    step = max(SLICE // layer.k & ~1, 2)
-    for start in range(0, layer.n, step):
-        some = slice(start, min(start + step, layer.n))
+    """A dense matrix in the model's dtype of `rows`, which gives some of the wanted rows, [m, k] in any
+    dtype: a few at a time, so that temporaries stay small."""
+    weight = torch.empty((layer.height, layer.k), dtype=layer.reader.dtype, device=layer.reader.device)
+    step = max(SLICE // layer.k, 1)
+    for start in range(0, layer.height, step):
+        some = slice(start, min(start + step, layer.height))
         weight[some] = rows(some)
     return Dense(weight)
 
 
 def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None) -> Kept:
-    """(value - zero) * scale by groups of inputs, as it is, unless float16 would round the scales.
+    """(value - zero) * scale by groups of inputs, as it is, unless float16 would round a scale of the
+    whole layer's.
 
-    codes: [n, k] uint8 below 16, whose values are -8..7, or int8; scales: [n, groups] float; zeros:
-    [n, groups] int8; group: None is the whole row.
+    codes: of the wanted rows, [height, k] uint8 below 16, whose values are -8..7, or int8; scales: of
+    all, [n, groups] float; zeros: [n, groups] int8; group: None is the whole row.
     """
     table = torch.tensor(SIGNED, dtype=torch.int8, device=codes.device) if codes.dtype == torch.uint8 else None
     size = min(group or layer.k, layer.k)
     half = scales.to(torch.float16)
-    if not torch.equal(half.float(), scales.float()):
+    is_exact = torch.equal(half.float(), scales.float())
+    half, scales, zeros = layer.take(half), layer.take(scales), None if zeros is None else layer.take(zeros)
+    if not is_exact:
 
         def rows(some: slice) -> Tensor:
             part = Grouped(codes[some], scales[some], size, table, None if zeros is None else zeros[some])
@@ -170,6 +207,7 @@ def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | Non
 def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor) -> Kept:
     """(value - zero) * scale with codes, scales and zeros as keep_groups has them, where order [k]
     int64 is the group of each input."""
+    scales, zeros = layer.take(scales), None if zeros is None else layer.take(zeros)
     first = SIGNED[0] if codes.dtype == torch.uint8 else 0
 
     def rows(some: slice) -> Tensor:

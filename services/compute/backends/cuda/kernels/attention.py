@@ -1,10 +1,14 @@
 """Attention over the paged cache: rotation and the way into the cache, then one algorithm for
 single tokens and for chunks.
 
-Keys are walked over in blocks from position 0, in ranges of RANGE positions, whose results are
-merged in order. The ranges of a short row (a single token, perhaps with drafts) are divided among
-programs and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block that a query does not see changes
-nothing of its own, so it does not matter in which chunks a prompt came, or who else is in the step.
+Keys are walked over in blocks from position 0, in ranges of positions, whose results are merged in
+order. The ranges of a short row (a single token, perhaps with drafts) are divided among programs
+and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block
+that a query does not see changes nothing of its own, so it does not matter in which chunks a prompt
+came, or who else is in the step.
+
+The first EQUAL ranges have RANGE positions. The next DOUBLING have twice as many, those behind them
+four times, and so on: a long context has few results to keep.
 
 A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: of each block
 [kv_heads, block_size, head_dim] numbers, and, where they are int8, [kv_heads, block_size, head_dim
@@ -18,6 +22,30 @@ import triton
 import triton.language as tl
 
 from services.compute.backends.cuda.kernels.common import dot, largest_magnitude, nearest, rounded, tanh, widened
+
+EQUAL = tl.constexpr(16)
+DOUBLING = tl.constexpr(8)
+DOUBLINGS = tl.constexpr(18)  # of RANGE: more positions than int32 counts
+
+
+@triton.jit
+def range_of(position, RANGE: tl.constexpr):
+    """The range that a position is in."""
+    doublings = 0
+    for number in tl.static_range(DOUBLINGS):
+        doublings += (position >= (EQUAL * RANGE << number)).to(tl.int32)
+    size = RANGE << doublings
+    first = tl.where(doublings > 0, EQUAL // 2 * size, 0)
+    return tl.where(doublings > 0, EQUAL + (doublings - 1) * DOUBLING, 0) + (position - first) // size
+
+
+@triton.jit
+def range_start(number, RANGE: tl.constexpr):
+    """The first position of a range."""
+    doublings = tl.where(number < EQUAL, 0, (number - EQUAL) // DOUBLING + 1)
+    size = RANGE << doublings
+    beyond = EQUAL // 2 * size + (number - EQUAL) % DOUBLING * size
+    return tl.where(number < EQUAL, number * RANGE, beyond)
 
 
 @triton.jit
@@ -51,18 +79,18 @@ def rotate_and_write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim]: q is normalized and rotated in
-    place, k too on its way into the cache, v only goes there.
+    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim] and HEADS of its heads: q is
+    normalized and rotated in place, k too on its way into the cache, v only goes there.
 
     Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64;
-    num_tokens: [1] int64, beyond which rows are padding. GROUP: of an int8 cache; 0: it has qkv's
+    num_tokens: [1] int32, beyond which rows are padding. GROUP: of an int8 cache; 0: it has qkv's
     dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's
     elements.
     """
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(num_tokens_ptr):
         slot = tl.load(slots_ptr + token)
-        head = tl.arange(0, HEADS)
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         at = tl.arange(0, DIM)
         is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (at < HEAD_DIM)[None, :]
         base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -142,7 +170,7 @@ def attend_range(
     for start in range(first, last, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_there = keys < end
-        blocks_at = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_there, other=0) * block_stride
+        blocks_at = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64) * block_stride
         offsets = keys % BLOCK_SIZE
         if lens_ptr is not None:
             is_there = is_there & (offsets < tl.load(lens_ptr + keys // BLOCK_SIZE, mask=is_there, other=0))
@@ -200,29 +228,31 @@ def attend(
 ):  # fmt: skip
     """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
 
-    tiles: [4, num_tiles] int64: first token in the step, number of queries (0: padding), sequence,
-    the first query's part; contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
-    the step less its position; tables: [sequences, table_width]; lens: the same, of each block how many
-    of its positions are tokens, or None: all; last_seen: [T] int64, the last position that each token
-    sees, or None: its own; sinks: [heads] float32, or None. A tile's rows are its queries
-    times the SHARING (a power of two) query heads of a KV head. Writes out [T, heads * head_dim],
-    or by query and range parts [parts, heads, max_ranges, head_dim] and stats [parts, heads,
-    max_ranges, 2] of largest score and mass, float32.
+    tiles: [4, num_tiles]: first token in the step, number of queries (0: padding), sequence, the
+    first query's part; contexts: [sequences, 4]: how many tokens each has after the step, its first
+    token in the step less its position, its row in the tables, and its first token's position;
+    tables: [rows, table_width]; lens: the same, of each block how many of its positions are tokens,
+    or None: all; last_seen: [T], the last position that each token sees, or None: its own; all
+    int32. sinks: [heads] float32, or None. A tile's rows are its queries times the SHARING (a power
+    of two) query heads of a KV head. Writes out [T, heads * head_dim], or by query and range parts
+    [parts, heads, max_ranges, head_dim] and stats [parts, heads, max_ranges, 2] of largest score and
+    mass, float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     num_queries = tl.load(tiles_ptr + num_tiles + tile)
     if num_queries > 0:
         first_token = tl.load(tiles_ptr + tile)
         sequence = tl.load(tiles_ptr + 2 * num_tiles + tile)
-        end = tl.load(contexts_ptr + 2 * sequence)
-        origin = tl.load(contexts_ptr + 2 * sequence + 1)
+        end = tl.load(contexts_ptr + 4 * sequence)
+        origin = tl.load(contexts_ptr + 4 * sequence + 1)
+        table_at = tl.load(contexts_ptr + 4 * sequence + 2).to(tl.int64) * table_width
         heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
         row = tl.arange(0, ROWS)
         query, of_group = row // SHARING, row % SHARING
         is_row = (query < num_queries) & (of_group < heads_of_one)
-        token = first_token + query
+        token = first_token.to(tl.int64) + query
         head = kv_head * heads_of_one + of_group
-        positions = tl.where(is_row, token - origin, -1)
+        positions = tl.where(is_row, first_token - origin + query, -1)
         lasts = positions
         if last_seen_ptr is not None:
             lasts = tl.load(last_seen_ptr + token, mask=is_row, other=-1)
@@ -238,16 +268,16 @@ def attend(
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, DIM], tl.float32)
-        for number in range(first_seen // RANGE + tl.program_id(2), tl.cdiv(last_seen, RANGE), tl.num_programs(2)):
-            first = tl.maximum(number * RANGE, first_seen // KEYS * KEYS)
-            last = tl.minimum((number + 1) * RANGE, last_seen)
-            lens = lens_ptr + sequence * table_width if lens_ptr is not None else None
+        for number in range(range_of(first_seen, RANGE) + tl.program_id(2), range_of(last_seen - 1, RANGE) + 1, tl.num_programs(2)):
+            first = tl.maximum(range_start(number, RANGE), first_seen // KEYS * KEYS)
+            last = tl.minimum(range_start(number + 1, RANGE), last_seen)
+            lens = lens_ptr + table_at if lens_ptr is not None else None
             range_largest, range_mass, range_total = attend_range(
-                q, kv_ptr, kv_scales_ptr, tables_ptr + sequence * table_width, lens, positions, lasts, first, last, end, kv_head, kv_stride, block_stride,
+                q, kv_ptr, kv_scales_ptr, tables_ptr + table_at, lens, positions, lasts, first, last, end, kv_head, kv_stride, block_stride,
                 window, scale, cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, ROWS, KEYS, DIM, HAS_CAP,
             )  # fmt: skip
             if IS_SPLIT:
-                part = ((tl.load(tiles_ptr + 3 * num_tiles + tile) + query) * NUM_HEADS + head) * max_ranges + number
+                part = ((tl.load(tiles_ptr + 3 * num_tiles + tile).to(tl.int64) + query) * NUM_HEADS + head) * max_ranges + number
                 tl.store(stats_ptr + 2 * part, range_largest, mask=is_row)
                 tl.store(stats_ptr + 2 * part + 1, range_mass, mask=is_row)
                 tl.store(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], range_total, mask=is_in)
@@ -265,13 +295,13 @@ def merge_ranges(
 ):  # fmt: skip
     """Merge what `attend` wrote by range, in order: a program a query and KV head.
 
-    merged: [2, num_parts] int64: each query's token in the step, and how many tokens of its
+    merged: [2, num_parts] int32: each query's token in the step, and how many tokens of its
     sequence are up to it (0: padding); sinks: as in `attend`.
     """
     query, kv_head = tl.program_id(0), tl.program_id(1)
     end = tl.load(merged_ptr + num_parts + query)
     if end > 0:
-        token = tl.load(merged_ptr + query)
+        token = tl.load(merged_ptr + query).to(tl.int64)
         heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
         of_group = tl.arange(0, SHARING)
         is_row = of_group < heads_of_one
@@ -281,7 +311,7 @@ def merge_ranges(
         largest = tl.full([SHARING], float("-inf"), tl.float32)
         mass = tl.zeros([SHARING], tl.float32)
         total = tl.zeros([SHARING, DIM], tl.float32)
-        for number in range(tl.maximum(end - window, 0) // RANGE, tl.cdiv(end, RANGE)):
+        for number in range(range_of(tl.maximum(end - window, 0), RANGE), range_of(end - 1, RANGE) + 1):
             part = (query.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
             range_largest = tl.load(stats_ptr + 2 * part, mask=is_row, other=float("-inf"))
             range_mass = tl.load(stats_ptr + 2 * part + 1, mask=is_row, other=0.0)

@@ -153,24 +153,16 @@ def multiply_tile(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def multiply(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, w_stride, height,
+@triton.jit
+def multiply_columns(
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, w_stride, height,
     low_values, high_values,
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, n]: the product, or, gated by it, the product of the columns from n on
-    (ACTIVATION: one of reference.ACTIVATIONS, or None: no gate), plus the residual. Rounded once,
-    to out's dtype."""
-    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    number = tl.program_id(0)
-    row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
-    all_rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies beyond is computed from something else, and not stored; of rows that are not there
-    # nothing is read: of one row a tile would be twice its weights
-    rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
+    """Rows and columns of the product, or, gated by it, of the product of the columns from n on
+    (ACTIVATION: one of reference.ACTIVATIONS, or None: no gate). Returns [BLOCK_M, BLOCK_N]
+    float32."""
     total = multiply_tile(
         x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, w_stride, height,
         low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -181,6 +173,29 @@ def multiply(
             low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         total = gated(total, up, ACTIVATION)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply(
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, w_stride, height,
+    low_values, high_values,
+    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [num_rows, n]: multiply_columns, plus the residual. Rounded once, to out's dtype."""
+    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    number = tl.program_id(0)
+    row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
+    all_rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What lies beyond is computed from something else, and not stored; of rows that are not there
+    # nothing is read: of one row a tile would be twice its weights
+    rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
+    total = multiply_columns(
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, w_stride, height,
+        low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
 
 

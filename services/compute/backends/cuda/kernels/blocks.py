@@ -1,0 +1,27 @@
+"""Blocks of the cache: which a sequence has, which slots its tokens go to, and copies of them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["edits_ptr"])
+def write_tables(tables_ptr, edits_ptr, count, BLOCK: tl.constexpr):
+    """tables[edits[0]] = edits[1]. edits: [2, count] int32: places in the tables, each once, and
+    what belongs there."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.load(edits_ptr + at, mask=at < count)
+    tl.store(tables_ptr + places, tl.load(edits_ptr + count + at, mask=at < count), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["contexts_ptr"])
+def find_slots(contexts_ptr, tables_ptr, slots_ptr, table_width, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The slots of a step's tokens, a program a sequence. contexts, tables: as in `attend`; slots:
+    [T] int64."""
+    sequence = tl.program_id(0)
+    end = tl.load(contexts_ptr + 4 * sequence)
+    origin = tl.load(contexts_ptr + 4 * sequence + 1)
+    table_ptr = tables_ptr + tl.load(contexts_ptr + 4 * sequence + 2).to(tl.int64) * table_width
+    for first in range(tl.load(contexts_ptr + 4 * sequence + 3), end, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        blocks = tl.load(table_ptr + places // BLOCK_SIZE, mask=places < end, other=0).to(tl.int64)
+        tl.store(slots_ptr + origin + places, blocks * BLOCK_SIZE + places % BLOCK_SIZE, mask=places < end)

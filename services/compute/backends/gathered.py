@@ -1,0 +1,107 @@
+"""A rank's part of a model's layers: what it computes is gathered with the other ranks' parts, so that
+each layer's result is whole on all of them (services/compute/parallel/)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.compute.backends.backend import Linear
+from services.compute.parallel.ranks import Ranks
+
+Parts = tuple[range, ...]  # of a layer's columns, each rank's
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredLinear:
+    """A Linear. Where `inputs` are given, what it gets is a rank's part, too."""
+
+    ranks: Ranks
+    linear: Linear | None  # of this rank's columns; None: it has none
+    parts: Parts
+    inputs: Parts | None = None
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        if self.inputs is not None:
+            x = self.ranks.gather(x, self.inputs)
+        own = self.parts[self.ranks.share.rank]
+        if self.linear is None:
+            return self.ranks.gather(x[:, :0], self.parts)
+        added = None if residual is None else residual[:, own.start : own.stop].contiguous()
+        return self.ranks.gather(self.linear(x, norm=norm, eps=eps, residual=added), self.parts)
+
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        raise NotImplementedError("a head is a GatheredHead, and a router is whole")
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredMlp:
+    """An Mlp of two layers."""
+
+    gate_up: GatheredLinear
+    down: GatheredLinear
+
+    @property
+    def is_recordable(self) -> bool:
+        return False
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        named = {"gate_up.": self.gate_up.linear, "down.": self.down.linear}
+        return {name: linear for name, linear in named.items() if linear is not None}
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
+        return self.down(self.gate_up(x, norm=norm, eps=eps), residual=x if has_residual else None)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredHead:
+    """The last layer, whose logits rank 0 alone reads. It asks the others for theirs whenever it is
+    called: `announce` tells them, with how many rows, and they call `serve`."""
+
+    ranks: Ranks
+    linear: Linear | None
+    parts: Parts
+    hidden_size: int
+    dtype: torch.dtype
+    announce: Callable[[int, bool], None]  # of so many rows, normalized first or not
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        raise NotImplementedError("a head gives logits only")
+
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        self.announce(len(x), norm is not None)
+        logits = self.serve(len(x), x, norm=norm, eps=eps)
+        return logits if out is None else out.copy_(logits)
+
+    def serve(self, num_rows: int, x: Tensor | None = None, *, norm: Tensor | None, eps: float) -> Tensor:
+        """This rank's logits of so many rows. x: rank 0's, [num_rows, hidden]. Returns all ranks', on
+        rank 0 whole, [num_rows, vocab] float32."""
+        rows = self.ranks.broadcast("rows", x, (num_rows, self.hidden_size), self.dtype)
+        whole = self.ranks.region("logits", (num_rows, self.parts[-1].stop), torch.float32)
+        own = self.parts[self.ranks.share.rank]
+        if self.linear is not None:
+            self.linear.logits(rows, norm=norm, eps=eps, out=whole[:, own.start : own.stop])
+        self.ranks.collect(whole, self.parts)
+        return whole
+
+
+class Elsewhere:
+    """A head, an embedding, or a rank's part of a layer, that this rank does not have."""
+
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
+        raise AssertionError("another rank has it")
+
+    logits = __getitem__ = __call__
+
+
+ELSEWHERE = Elsewhere()
+
+
+def own_of(linear: Linear) -> Linear | None:
+    """The layer, or this rank's part of it."""
+    if isinstance(linear, GatheredLinear | GatheredHead):
+        return linear.linear
+    return None if linear is ELSEWHERE else linear

@@ -1,0 +1,62 @@
+"""Channel: one connection between the head and another rank. Messages arrive whole and in order."""
+
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+from services.compute.group.commands import decode, encode
+from shared.process.errors import Invalid
+
+FRAME = struct.Struct("<I")  # bytes of what follows
+LONGEST = 1 << 28  # bytes of a message: more is no message of ours
+
+
+class Channel:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, message: Any) -> None:
+        """Send one of COMMANDS. Raises OSError where the other end is gone."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        send_frame(self.connection, encoded)
+
+    def receive(self, busy_s: float = 0.0) -> Any:
+        """Wait for the next message, awake for busy_s: who sleeps takes some tens of microseconds to
+        wake up. Raises EOFError where none will come, OSError, or Invalid."""
+        await_awake(self.connection, busy_s)
+        return decode(receive_frame(self.connection))
+
+
+def await_awake(connection: socket.socket, busy_s: float) -> None:
+    """Return when there is something to read, or after that time."""
+    until = time.perf_counter() + busy_s
+    while time.perf_counter() < until:
+        with suppress(BlockingIOError):
+            connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return
+
+
+def send_frame(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(FRAME.pack(len(data)) + data)
+
+
+def receive_frame(connection: socket.socket, longest: int = LONGEST) -> bytes:
+    """Raises EOFError, OSError, or Invalid for a longer one."""
+    (length,) = FRAME.unpack(_receive(connection, FRAME.size))
+    if length > longest:
+        raise Invalid(f"no message of a group: {length} bytes")
+    return _receive(connection, length)
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        if not (received := connection.recv_into(view)):
+            raise EOFError("the connection ended")
+        view = view[received:]
+    return bytes(data)

@@ -1,0 +1,49 @@
+"""ModelParts: as much of a model as a rank has. None: no part of it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.compute.backends.backend import Linear, Norms
+from services.compute.models.decoder import Rows
+from services.compute.models.moe import Expert
+
+
+@dataclass(frozen=True, slots=True)
+class MlpParts:
+    """Columns of a gated MLP: gate and up of the same numbers, and other numbers of down."""
+
+    gate_up: Linear | None  # gated
+    down: Linear | None
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureParts:
+    """Some of a mixture's experts, each whole, and columns of the expert that all tokens have."""
+
+    router: Linear  # whole
+    numbers: range  # of the experts that are here
+    experts: tuple[Expert, ...]
+    shared: MlpParts | None  # None: the model has none
+    shared_gate: Linear | None  # whole
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """backend.py's LayerWeights, in parts."""
+
+    norms: Norms  # whole
+    qkv: Linear | None  # of the rank's KV heads, each with the query heads that read it
+    output: Linear | None
+    mlp: MlpParts | MixtureParts
+    sinks: Tensor | None  # of the rank's query heads, float32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """decoder.py's ModelWeights, in parts."""
+
+    embedding: Rows | None  # whole: only one rank has it
+    layers: list[LayerParts]  # of the stage
+    norm: Tensor  # the last one, whole
+    lm_head: Linear | None

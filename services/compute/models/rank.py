@@ -1,0 +1,127 @@
+"""A rank's model: parts of the layers, wired to the other ranks' parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, RowMath
+from services.compute.backends.gathered import ELSEWHERE, GatheredHead, GatheredLinear, GatheredMlp
+from services.compute.models.config import ModelConfig
+from services.compute.models.decoder import ModelWeights
+from services.compute.models.moe import Expert, choose_experts, sigmoid
+from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.parallel.ranks import Cut, Ranks
+from services.compute.parallel.share import Share
+
+
+def kv_heads_of(config: ModelConfig, share: Share) -> tuple[range, ...]:
+    """The KV heads of each rank: all on all, where a norm spans them."""
+    return (range(config.num_kv_heads),) * share.size if config.is_qk_norm_joint else share.parts(config.num_kv_heads, unit=1)
+
+
+def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelConfig:
+    """The configuration of a rank's part of a model: of its layers, and of its heads in them."""
+    kv_heads, moe = len(kv_heads_of(config, share)[share.rank]), config.moe
+    if moe is not None:
+        moe = replace(moe, sparse_layers=frozenset(number - layers.start for number in moe.sparse_layers if number in layers))
+    ropes, windows = config.rope_of_layer[layers.start : layers.stop], config.sliding_windows[layers.start : layers.stop]
+    heads = kv_heads * config.num_heads // config.num_kv_heads
+    return replace(config, num_layers=len(layers), num_heads=heads, num_kv_heads=kv_heads, rope_of_layer=ropes, sliding_windows=windows, moe=moe)
+
+
+def cut_of(config: ModelConfig, ranks: Ranks) -> Cut:
+    """How ranks divide a whole model's columns."""
+    share, per_kv_head = ranks.share, config.num_heads // config.num_kv_heads * config.head_dim
+    attended = tuple(range(each.start * per_kv_head, each.stop * per_kv_head) for each in kv_heads_of(config, share))
+    return Cut(ranks, attended, share.parts(config.hidden_size), share.parts(config.intermediate_size))
+
+
+def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cut: Cut, announce: Callable[[int, bool], None] | None) -> ModelWeights:
+    """The parts as a model's weights. config: the whole model's; announce: GatheredHead's; None: the
+    head is elsewhere."""
+    layers = [layer_of_rank(each, config, backend, cut) for each in parts.layers]
+    vocab = cut.ranks.share.parts(config.vocab_size)
+    head = ELSEWHERE if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, config.hidden_size, backend.dtype, announce)
+    return ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, head)
+
+
+def layer_of_rank(parts: LayerParts, config: ModelConfig, backend: Backend, cut: Cut) -> LayerWeights:
+    inputs = None if config.is_qk_norm_joint else cut.attended
+    output = GatheredLinear(cut.ranks, parts.output, cut.hidden, inputs)
+    mlp: Mlp
+    if isinstance(parts.mlp, MlpParts):
+        mlp = mlp_of_rank(parts.mlp, cut, cut.intermediate)
+    else:
+        assert config.moe is not None
+        mlp = mixture_of_rank(parts.mlp, config, backend, cut)
+    return LayerWeights(parts.norms, parts.qkv or ELSEWHERE, output, mlp, parts.sinks)
+
+
+def mlp_of_rank(parts: MlpParts, cut: Cut, intermediate: tuple[range, ...]) -> GatheredMlp:
+    return GatheredMlp(GatheredLinear(cut.ranks, parts.gate_up, intermediate), GatheredLinear(cut.ranks, parts.down, cut.hidden))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredMixture:
+    """MoeMlp, of ranks that have some of its experts each."""
+
+    ranks: Ranks
+    row_math: RowMath
+    router: Linear  # whole
+    experts: tuple[Expert, ...]  # this rank's
+    numbers: tuple[range, ...]  # of each rank's experts
+    num_active: int
+    has_normalized_weights: bool
+    shared: GatheredMlp | None
+    shared_gate: Linear | None  # whole
+
+    @property
+    def is_recordable(self) -> bool:
+        return False
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        linears = {"router.": self.router} | ({} if self.shared_gate is None else {"shared.gate.": self.shared_gate})
+        for number, expert in zip(self.numbers[self.ranks.share.rank], self.experts, strict=True):
+            linears |= {f"experts.{number}.gate_up.": expert.gate_up, f"experts.{number}.down.": expert.down}
+        return linears | ({} if self.shared is None else {f"shared.{name}": linear for name, linear in self.shared.linears.items()})
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
+        normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
+        chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
+        results = self.run_experts(normed, chosen)
+        for rank in range(self.num_active):
+            total = total + weights[:, rank, None] * results[:, rank].float()
+        if self.shared is not None:
+            assert self.shared_gate is not None
+            score = sigmoid(self.shared_gate.logits(normed))
+            total = total + score * self.shared(normed, norm=None, eps=eps, has_residual=False).float()
+        return total.to(x.dtype)
+
+    def run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Each row's results of its experts, [T, num_active, hidden]. chosen: [T, num_active] int64. In
+        the order of their experts rows are in the order of the ranks that have these."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        starts = [0, *flat.bincount(minlength=self.numbers[-1].stop).cumsum(0).tolist()]
+        rows, outputs = x[order // self.num_active], []
+        for number, expert in zip(self.numbers[self.ranks.share.rank], self.experts, strict=True):
+            if starts[number] < starts[number + 1]:
+                outputs.append(expert.down(expert.gate_up(rows[starts[number] : starts[number + 1]])))
+        part = torch.cat([rows[:0], *outputs])
+        results = torch.empty_like(rows)
+        results[order] = self.ranks.gather(part, [range(starts[each.start], starts[each.stop]) for each in self.numbers], dim=0)
+        return results.view(*chosen.shape, -1)
+
+
+def mixture_of_rank(parts: MixtureParts, config: ModelConfig, backend: Backend, cut: Cut) -> GatheredMixture:
+    moe, share = config.moe, cut.ranks.share
+    assert moe is not None
+    shared = None if parts.shared is None else mlp_of_rank(parts.shared, cut, share.parts(moe.shared_intermediate_size))
+    return GatheredMixture(
+        cut.ranks, backend.row_math, parts.router, parts.experts, share.parts(moe.num_experts, unit=1), moe.num_active, moe.has_normalized_weights,
+        shared, parts.shared_gate,
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Ranks of several hosts, and stages: what they exchange goes through torch.distributed (gloo on CPUs,
+NCCL on GPUs)."""
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.compute.parallel.share import Share
+
+MOST_SENT = 8  # tensors on their way to the next stage
+# the group's own watch ends a process long before
+TIMEOUT = timedelta(hours=12)
+
+
+def listen(host: str) -> Any:
+    """Rank 0's meeting point, a TCPStore at a free port of the host's address."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
+
+
+def join(host: str, port: int) -> Any:
+    """The same, for the other ranks."""
+    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
+
+
+def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device) -> None:
+    """Open the connections of all ranks; returns when all are there."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+
+
+class DistributedRanks:
+    """A Ranks whose memory is their own. Bytes are moved, and nothing is computed."""
+
+    meeting = None
+
+    def __init__(self, share: Share, members: Sequence[int], device: torch.device) -> None:
+        """members: of the world, by their rank here. All of the world call this, in the same order."""
+        self.share = share
+        self.members = members
+        self.device = device
+        self._held: dict[str, Tensor] = {}
+        self._group = dist.new_group(list(members))
+
+    def region(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size, held = torch.Size(shape).numel() * dtype.itemsize, self._held.get(name)
+        if held is None or held.numel() < size:
+            held = self._held[name] = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return held[:size].view(dtype).view(shape)
+
+    def complete(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:
+        own = parts[self.share.rank]
+        if len(own) == whole.shape[dim] and own == parts[0] == parts[-1]:
+            return  # each has computed all of it
+        for part, found in zip(parts, self._exchange(whole.narrow(dim, own.start, len(own)), parts, dim), strict=True):
+            whole.narrow(dim, part.start, len(part)).copy_(found)
+
+    collect = complete
+
+    def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
+        return torch.cat(self._exchange(part, parts, dim), dim)
+
+    def broadcast(self, name: str, of_first: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = self.region(name, shape, dtype)
+        if of_first is not None:
+            whole.copy_(of_first)
+        dist.broadcast(as_bytes(whole), self.members[0], group=self._group)
+        return whole
+
+    def _exchange(self, part: Tensor, parts: Sequence[range], dim: int) -> list[Tensor]:
+        """All ranks' parts, by rank. As a collective takes pieces of one size, shorter ones are padded."""
+        first = part.movedim(dim, 0).contiguous()
+        longest = max(len(each) for each in parts)
+        own = first.new_zeros((longest, *first.shape[1:]))
+        own[: len(first)] = first
+        found = first.new_empty((len(parts), *own.shape))
+        dist.all_gather(list(as_bytes(found).chunk(len(parts))), as_bytes(own), group=self._group)
+        return [each[: len(of)].movedim(0, dim) for each, of in zip(found, parts, strict=True)]
+
+
+class Pipe:
+    """A stage's way to the next one, and from the one before it. The last stage's next is the
+    first."""
+
+    def __init__(self, before: int, after: int, device: torch.device) -> None:
+        """before, after: whom it hears and tells, by their ranks in the world."""
+        self.before = before
+        self.after = after
+        self.device = device
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        """Send it on its way; nobody waits."""
+        held = x.clone()
+        if held.numel():
+            self._sent.append((dist.isend(as_bytes(held), self.after), held))
+        while len(self._sent) > MOST_SENT:
+            wait(self._sent.popleft()[0])
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> "Arriving":
+        """The next tensor that comes."""
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        return Arriving(x, dist.irecv(as_bytes(x), self.before) if x.numel() else None)
+
+
+class Arriving:
+    """A tensor that is on its way here."""
+
+    def __init__(self, x: Tensor, work: dist.Work | None) -> None:
+        self._x = x
+        self._work = work
+
+    def wait(self) -> Tensor:
+        wait(self._work)
+        self._work = None
+        return self._x
+
+
+def wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The same memory. x: contiguous."""
+    return x.view(-1).view(torch.uint8)

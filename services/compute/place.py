@@ -1,0 +1,174 @@
+"""Place: a process' place among those that are one replica, and what it loads there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.compute.backends.backend import Backend, RowSearch
+from services.compute.backends.choose import has_same_columns, ranks_of_host
+from services.compute.backends.gathered import ELSEWHERE
+from services.compute.batch import ScheduledBatch
+from services.compute.cache.kv_cache import KVCache
+from services.compute.executor import DrawnTokens
+from services.compute.group.commands import CacheSize, Rendezvous, RoomFor, RunHead, RunStep
+from services.compute.group.ends import Group, Member
+from services.compute.host_memory import shared_memory
+from services.compute.model_runner import NO_IMAGES, Model, ModelRunner
+from services.compute.models.config import ModelConfig
+from services.compute.models.decoder import Decoder, ModelWeights
+from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
+from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
+from services.compute.parallel.ranks import GROUP_BYTES, Ranks
+from services.compute.parallel.share import WHOLE, Portion, Share
+from services.compute.parallel.stage import Stage
+from services.compute.weights.loader import load_parts, load_weights, whole_layer
+from shared.process.errors import StartupError
+from shared.process.group_settings import split_address
+from shared.process.settings import ComputeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Alone, or one of several ranks. Rank 0 tells the others what to run."""
+
+    ranks: Ranks | None = None  # that divide this stage's layers; None: this one has them whole
+    stage: Stage | None = None  # None: all layers are here
+    tell: Callable[[Any], None] | None = None  # rank 0's, and it alone has one, if there are others
+
+    @property
+    def is_alone(self) -> bool:
+        return self.ranks is None and self.stage is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0, or there is no other."""
+        return self.is_alone or self.tell is not None
+
+    def layers_of(self, config: ModelConfig) -> range:
+        """The layers that are here. Stages are to take as long as each other, and in a step of a few
+        tokens a layer takes as long as its weights are many."""
+        if self.stage is None:
+            return range(config.num_layers)
+        attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
+        return self.stage.layers_of(config.num_layers, config.vocab_size / (attention + mlp))
+
+
+ALONE = Place()
+
+
+def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Place:
+    """This process' place in its group, connected to the others. end: None, there is no group. Raises
+    StartupError where the backend's bits are not the same in a group."""
+    if end is None:
+        return ALONE
+    if settings.tensor_parallel_size > 1 and not has_same_columns(backend):
+        raise StartupError(
+            f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native kernels (penstock build-kernels): "
+            "the bits of torch's products depend on how many columns are computed"
+        )
+    if settings.allow_batch_variance:
+        raise StartupError("--allow-batch-variance: the vendor's products depend on how many columns are computed, so ranks would not give one process' bits")
+    if settings.kv_disk is not None:
+        raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
+    size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
+    if end.memory_fd is not None and backend.device.type == "cpu":
+        memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
+    ranks: Ranks | None = None
+    number = end.rank // size
+    if memory is None or count > 1:
+        connect(settings, backend.device, end)
+    if size > 1 and memory is not None:
+        ranks = ranks_of_host(backend, Share(end.rank % size, size), memory[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])
+    elif size > 1:
+        for first in range(0, size * count, size):  # all make all groups
+            members = range(first, first + size)
+            made = DistributedRanks(Share(end.rank % size, size), members, backend.device)
+            ranks = made if end.rank in members else ranks
+    pipe = Pipe((end.rank - size) % (size * count), (end.rank + size) % (size * count), backend.device) if end.rank % size == 0 else None
+    return Place(ranks, Stage(number, count, pipe) if count > 1 else None, end.send if isinstance(end, Group) else None)
+
+
+def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> None:
+    """Open torch.distributed's connections between all ranks."""
+    num_ranks = settings.num_ranks
+    if isinstance(end, Group):
+        store = listen(split_address(settings.master)[0] if settings.master else "127.0.0.1")
+        end.send(Rendezvous(store.host, store.port))
+    else:
+        rendezvous = end.hear()
+        store = join(rendezvous.host, rendezvous.port)
+    meet_at(store, end.rank, num_ranks, device)
+
+
+def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
+    """The blocks of the KV cache that all ranks have, given how many fit on this one."""
+    if isinstance(end, Member):
+        end.answer(RoomFor(num_blocks))
+        agreed: CacheSize = end.hear()
+        return agreed.num_blocks
+    found: int = min(num_blocks, *(end.receive(peer.rank).num_blocks for peer in end.peers))
+    end.send(CacheSize(found))
+    return found
+
+
+def load_decoder(place: Place, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+    """A model, or this place's part of it. number: of the model among those of the replica; packing:
+    load_weights'. Raises StartupError."""
+    if place.is_alone:
+        return Decoder(config, load_weights(location, config, backend, **packing), backend)
+    numbers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
+    has_head = place.stage is None or place.stage.is_first
+    portion = Portion(share, numbers, has_embedding=place.is_first, has_head=has_head)
+    parts = load_parts(location, config, backend, portion, **packing)
+    own = config_of_rank(config, share, numbers)
+    if place.ranks is None:
+        layers = [whole_layer(each, own, backend) for each in parts.layers]
+        weights = ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, parts.lm_head or ELSEWHERE)
+        return Decoder(own, weights, backend, None, place.stage, config)
+
+    def announce(num_rows: int, is_normed: bool) -> None:
+        assert place.tell is not None
+        place.tell(RunHead(number, num_rows, is_normed))
+
+    cut = cut_of(config, place.ranks)
+    weights = weights_of_rank(parts, config, backend, cut, announce if has_head else None)
+    return Decoder(own, weights, backend, cut, place.stage, config)
+
+
+def make_runner(
+    place: Place, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
+) -> ModelRunner:  # fmt: skip
+    """The runner of a model, or of this place's part: rank 0's tells the others each step. images:
+    ModelRunner's."""
+    if place.tell is None:
+        return ModelRunner(model, kv_cache, row_search, images if place.is_first else None)
+    return LeadingRunner(model, kv_cache, row_search, images, place.tell, number)
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's, of a model that other ranks run with it."""
+
+    def __init__(
+        self, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None, tell: Callable[[Any], None], number: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, kv_cache, row_search, images)
+        self.tell = tell
+        self.number = number
+
+    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
+        self.tell(RunStep(self.number, batch))
+        return super().run(batch, drawn)
+
+
+def carry_out(command: RunStep | RunHead, runners: Sequence[ModelRunner]) -> None:
+    """Do this rank's part of what rank 0 does. runners: of the replica's models, by number."""
+    runner = runners[command.model]
+    if isinstance(command, RunStep):
+        runner.run(command.batch)
+    else:
+        assert isinstance(runner.model, Decoder)
+        runner.model.serve_head(command.num_rows, is_normed=command.is_normed)

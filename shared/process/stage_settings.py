@@ -1,0 +1,26 @@
+"""The settings that every stage has."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_DATA_DIR = Path.home() / ".penstock"
+DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
+
+
+class StageSettings(BaseSettings):
+    """Settings of every stage."""
+
+    command: ClassVar[str] = "penstock"  # that takes these settings as flags
+    examples: ClassVar[str] = ""  # lines of it, for --help
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
+
+    redis_url: str = Field(
+        DEFAULT_REDIS_URL, description="Redis or Valkey, from 6.2: redis://host:port/0, unix:///path, redis+sentinel://host:port,host:port/name/0"
+    )
+    redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
+    replica_id: str = Field("", description="this replica's name in the registry; by default a random one", pattern=r"^[A-Za-z0-9._-]*$")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
+    log_format: Literal["text", "json"] = Field("text", description="form of the log, on standard error; json: an object a line")

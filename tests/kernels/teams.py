@@ -1,0 +1,73 @@
+"""Ranks as threads of one process: each has its own backend, weights and KV cache, and they meet in memory as processes do."""
+
+import json
+import os
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.compute.backends.choose import choose_backend, ranks_of_host
+from services.compute.cache.kv_cache import KVCache
+from services.compute.group.commands import RunHead, RunStep, decode, encode
+from services.compute.host_memory import shared_memory
+from services.compute.model_runner import ModelRunner
+from services.compute.models.architectures import read_config
+from services.compute.parallel.ranks import GROUP_BYTES
+from services.compute.parallel.share import Share
+from services.compute.place import Place, carry_out, load_decoder, make_runner
+from shared.model.files import ModelFiles, text_config
+from tests.kernels.backends import CPU
+
+BLOCK_SIZE = 16
+
+
+class Team:
+    """`runner` is rank 0's. A context manager: the other ranks end with it."""
+
+    def __init__(self, model: Path | ModelFiles, size: int, *, num_blocks: int = 256, kv_group: int = 0, **packing: Any) -> None:
+        location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
+        config = read_config(text_config(found))
+        self.fd = os.memfd_create("team")
+        self.commands: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size - 1)]
+        self.errors: list[BaseException] = []
+
+        def start(rank: int) -> ModelRunner:
+            backend = choose_backend(torch.bfloat16, CPU)
+            ranks = ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES))
+            place = Place(ranks, tell=self.tell if rank == 0 else None)
+            model = load_decoder(place, 0, location, config, backend, **packing)
+            cache = KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, group=kv_group)
+            return make_runner(place, 0, model, cache, backend.row_search)
+
+        def follow(rank: int) -> None:
+            try:
+                runner = start(rank)
+                while (command := self.commands[rank - 1].get()) is not None:
+                    carry_out(decode(command), [runner])
+            except BaseException as error:
+                self.errors.append(error)
+                raise
+
+        self.threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
+        for thread in self.threads:
+            thread.start()
+        self.runner = start(0)
+
+    def tell(self, command: RunStep | RunHead) -> None:
+        assert not self.errors
+        for commands in self.commands:
+            commands.put(encode(command))
+
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for commands in self.commands:
+            commands.put(None)
+        for thread in self.threads:
+            thread.join(10)
+        os.close(self.fd)
+        assert not self.errors
