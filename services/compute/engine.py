@@ -169,9 +169,10 @@ def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | No
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    """What all ranks of a group load, each its part: the model, and models that draft for it."""
+    """The models that all ranks of a group load, each its part: the model, and those that draft for it."""
 
     place: Place
+    device: torch.device
     backend: Backend
     model: Model
     drafting: list[DraftModel]
@@ -195,7 +196,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
             multiple, asked = model.backend.block_multiple, settings.block_size
             raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
         speculators = choose_speculators(settings, model)
-        return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
+        return LoadedModels(place, device, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
 
 
 def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
@@ -203,7 +204,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     torch's error where memory is too small."""
     loaded = load_models(settings, files, group)
     place, backend, model, drafting = loaded.place, loaded.backend, loaded.model, loaded.drafting
-    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, backend.device
+    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, loaded.device
     heads = load_heads(settings, speculators, model)
     images = load_images(settings, limits, files, model)
     is_encoder = not model.splits_prompts
@@ -249,7 +250,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
 
 def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
     """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
-    with first_kernels(loaded.backend.device):
+    with first_kernels(loaded.device):
         num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
         longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
         workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
@@ -265,7 +266,7 @@ def max_sampled_of(limits: StepLimits) -> int:
 def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
     """The models that have a KV cache: of all ranks together, where these have one memory."""
     models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
-    is_one_memory = end is not None and end.memory_fd is not None and loaded.backend.device.type == "cpu"
+    is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
     return [each.whole if isinstance(each, Decoder) and is_one_memory else each.config for each in models]
 
 
