@@ -102,6 +102,8 @@ def check_group(settings: ComputeSettings, backend: Backend) -> None:
         )
     if settings.shard_weights and context_of(backend) is None:
         raise StartupError(f"--shard-weights is for CPUs, not for {backend.device.type}: without it, --tensor-parallel-size divides the work, too")
+    if settings.allow_batch_variance:
+        raise StartupError("--allow-batch-variance: the vendor's products depend on how many columns are computed, so ranks would not give one process' bits")
     if settings.kv_disk is not None and not settings.shard_weights:
         raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
 

@@ -20,11 +20,16 @@ from services.compute.group.channel import Channel
 from services.compute.group.cores import divide_cores, pin
 from services.compute.group.identity import Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.group.peer import Peer, name_of
+from services.compute.group.watch import STARTUP_ERROR
 from shared.process.errors import Invalid, StartupError
 from shared.process.settings import ComputeSettings, environment_of
+from shared.process.telemetry import get_logger
+
+log = get_logger("penstock.compute")
 
 HANDLE = "PENSTOCK_GROUP_HANDLE"  # in the environment of a rank that rank 0 started: a Handle, as JSON
 PARENT_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
+LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +93,18 @@ def _start(settings: ComputeSettings, command: Sequence[str], rank: int, memory_
         environment["PENSTOCK_NUM_THREADS"] = str(settings.num_threads or max(1, len(cores)))
         inherited = (handle.commands, handle.watch, handle.memory)
         try:
-            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         except OSError as error:
             ours.close()
             watch.close()
             raise StartupError(f"rank {rank} of {settings.num_ranks} can't be started: {error}") from None
     return Peer(rank, settings.num_ranks, socket.gethostname(), process.pid, Channel(ours), watch, process)
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _await_hello(peer: Peer, ours: Hello, deadline: float) -> None:
@@ -106,7 +117,11 @@ def _await_hello(peer: Peer, ours: Hello, deadline: float) -> None:
     except TimeoutError:
         raise StartupError(f"{peer} has not come up within --group-wait-s") from None
     except (EOFError, OSError, Invalid):
-        raise StartupError(f"{peer} died while it started: {peer.why_it_died()}") from None
+        reason = f"{peer} died while it started: {peer.why_it_died()}"
+        if peer.process is not None and peer.process.returncode == STARTUP_ERROR:
+            raise StartupError(reason) from None
+        log.error("the group ends", reason=reason)
+        sys.exit(1)  # another start may go well
     if refusal:
         raise StartupError(refusal)
     connection.settimeout(None)
@@ -117,8 +132,6 @@ def join_parent(settings: ComputeSettings, handle: Handle) -> Peer:
     del os.environ[HANDLE]  # not for processes of our own
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager sends them to all; the head decides
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     pin(frozenset(handle.cores))
     commands, watch = socket.socket(fileno=handle.commands), socket.socket(fileno=handle.watch)
     for connection in (commands, watch):
