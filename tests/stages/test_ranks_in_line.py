@@ -117,9 +117,10 @@ def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkey
         assert numbers == {0, 1}, "a step stays in the stages while the next is scheduled"
 
 
-def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.more)])  # of three, one has no heads
+def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any], size: int) -> None:
     """Their memory is their own, and results go through torch.distributed."""
-    with grouped_line(redis_url, tensor_parallel_size=2, master=f"127.0.0.1:{free_port()}", rank=0) as line:
+    with grouped_line(redis_url, tensor_parallel_size=size, master=f"127.0.0.1:{free_port()}", rank=0) as line:
         assert answers(line) == expected
 
 
