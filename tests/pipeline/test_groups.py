@@ -2,8 +2,10 @@
 
 import asyncio
 import signal
+from typing import Any
 
 import psutil
+import pytest
 
 from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all
@@ -11,6 +13,7 @@ from tests.waiting import wait_until
 
 NUM_STREAMS, NUM_TOKENS = 6, 60
 GROUPS = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}]
+SHARDED = [{"tensor_parallel_size": 2, "shard_weights": True}]
 
 
 def wait_ready(deployment: Deployment, compute: str) -> None:
@@ -24,12 +27,13 @@ def ranks_of(deployment: Deployment, compute: str) -> list[psutil.Process]:
     return found
 
 
-def test_groups_give_the_bytes_of_one_process_and_lose_nothing_with_a_rank(deployment: Deployment) -> None:
+@pytest.mark.parametrize("groups", [GROUPS, pytest.param(SHARDED, marks=pytest.mark.more)], ids=["divided", "sharded"])
+def test_groups_give_the_bytes_of_one_process_and_lose_nothing_with_a_rank(deployment: Deployment, groups: list[dict[str, Any]]) -> None:
     deployment.start_all(num_threads=1)
     [alone] = [name for name in deployment.processes if name.startswith("compute")]
     expected = asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS))
     deployment.kill(alone)
-    for number, sizes in enumerate(GROUPS):
+    for number, sizes in enumerate(groups):
         group = deployment.start("compute", f"compute-group-{number}", num_threads=1, group_timeout_s=2.0, **sizes)
         wait_ready(deployment, group)
         assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS)) == expected
