@@ -62,7 +62,7 @@ class EagleHead:
         """Bytes that a step of so many tokens needs, with twice the logits of AT_ONCE of them: the
         search needs as much again."""
         linears = [self.fc, self.qkv, self.output, *self.mlp.linears.values()]
-        step = LargestStep(linears, [self.mlp], self.lm_head, self.attention, None, num_tokens, AT_ONCE, max_model_len)
+        step = LargestStep(linears, [self.mlp], self.lm_head, self.attention, None, self.config.hidden_size, num_tokens, AT_ONCE, max_model_len)
         for name in ("eagle tokens", "eagle slots", "eagle positions"):
             self.backend.buffers.reserve(name, num_tokens)
         found = self.backend.workspace(step)
