@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from services.compute.batch import ScheduledBatch
@@ -30,6 +31,7 @@ from tests.deployment import free_port
 from tests.kernels.families import Engine as OfflineEngine
 from tests.kernels.teams import Team
 from tests.stages.line_of_stages import FILES, LineOfStages, hurried
+from tests.stages.test_heads import HIDDEN, write_linear_head
 from tests.stages.test_speculation import REQUESTS
 
 
@@ -127,6 +129,22 @@ def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkey
         crowd(line, monkeypatch)
         assert answers(line) == expected
         assert numbers == {0, 1}, "a step stays in the stages while the next is scheduled"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_ranks_whose_head_is_shared_with_heads_that_draft(redis_url: str, expected: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """Heads without an LM head use the model's, of which each rank has a part."""
+    folder = tmp_path / "heads"
+    if kind == "eagle":
+        write_linear_head(folder, torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN))
+    else:
+        folder.mkdir()
+        sizes = {"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
+        save_file({f"blocks.0.layers.0.{part}": torch.randn(size) for part, size in sizes.items()}, folder / "model.safetensors")
+    with grouped_line(redis_url, tensor_parallel_size=2, heads=str(folder), speculate=kind) as line:
+        assert answers(line) == expected
+        assert line.compute.speculation.total.num_draft_tokens > 0
 
 
 def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any]) -> None:
