@@ -133,6 +133,16 @@ def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_p
         assert len(found) == 1 or not line, head.lines()
 
 
+def test_ranks_that_start_end_with_rank_0_and_say_nothing(tmp_path: Path) -> None:
+    head = Rank(tmp_path / "log", "--tensor-parallel-size", "8")
+    with running(head):
+        children = wait_until(head.children, description="ranks")
+        kill(signal.SIGKILL, 0)(head)
+        assert head.ends() == -9
+        wait_until(lambda: are_gone(children), description="no rank is left")
+        assert head.lines() == []
+
+
 @pytest.mark.parametrize(
     ("variable", "line"),
     [

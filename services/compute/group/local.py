@@ -24,6 +24,7 @@ from shared.process.errors import Invalid, StartupError
 from shared.process.settings import ComputeSettings, environment_of
 
 HANDLE = "PENSTOCK_GROUP_HANDLE"  # in the environment of a rank that rank 0 started: a Handle, as JSON
+LIBC = ctypes.CDLL(None)
 PARENT_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
 
 
@@ -87,12 +88,18 @@ def _start(settings: ComputeSettings, command: Sequence[str], rank: int, memory_
         environment["PENSTOCK_NUM_THREADS"] = str(settings.num_threads or max(1, len(cores)))
         inherited = (handle.commands, handle.watch, handle.memory)
         try:
-            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         except OSError as error:
             ours.close()
             watch.close()
             raise StartupError(f"rank {rank} of {settings.num_ranks} can't be started: {error}") from None
     return Peer(rank, settings.num_ranks, socket.gethostname(), process.pid, Channel(ours), watch, process)
+
+
+def _die_with_parent() -> None:
+    """In the new process, before its program: so none is left that still imports when rank 0 dies."""
+    if sys.platform == "linux":
+        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _await_hello(peer: Peer, ours: Hello, deadline: float) -> None:
@@ -116,8 +123,6 @@ def join_parent(settings: ComputeSettings, handle: Handle) -> Peer:
     del os.environ[HANDLE]  # not for processes of our own
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager sends them to all; the head decides
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     pin(frozenset(handle.cores))
     commands, watch = socket.socket(fileno=handle.commands), socket.socket(fileno=handle.watch)
     for connection in (commands, watch):
