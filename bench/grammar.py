@@ -15,11 +15,12 @@ import statistics
 import time
 from pathlib import Path
 
+import numpy as np
+
 from bench.model_folder import model_folder
 from bench.reduction import BATCH, VOCABULARY, make_engine
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
-from services.compute.candidates.row_mask import apply_mask
 from services.compute.engine import Engine
 from services.compute.sequence import Sequence
 from shared.model.constraint import Constraint
@@ -104,8 +105,7 @@ def measure(engine: Engine, constraints: Constraints, constraint: Constraint, nu
         masks = masking.result() if masking is not None else NO_MASKS
         if kind == "apart":
             started = time.perf_counter()
-            for row, sequence in zip(logits, rows_of, strict=True):
-                apply_mask(row, masks.by_row[sequence.prefix().key])
+            engine.runner.row_search.ban(logits, np.arange(BATCH), [masks.by_row[sequence.prefix().key] for sequence in rows_of])
             seconds["adding"].append(time.perf_counter() - started)
         rows = reduce(logits, rows_of, engine.runner.row_search, masks)
         if kind != "apart":

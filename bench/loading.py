@@ -5,11 +5,16 @@ process loads it as compute does, in bfloat16, and this one reads the child's Rs
 system takes their pages back when it needs them. `kept` is what is there after loading, `peak` the most while loading, both above what the process has
 before it begins.
 
+With --ranks, each rank of so many loads its part, one after the other, beside one rank that loads all, in the same run. Seconds and bytes are medians
+of --runs; the last columns are the same as parts of what one rank takes. Rank 0 alone has the embedding.
+
     python -m bench.loading [--shape llama-3.2-1b] [--formats none awq gptq] [--folder DIR]
+    python -m bench.loading --shape smollm2-135m --ranks 2 --runs 5
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,8 +29,9 @@ from safetensors.torch import save_file
 from services.compute.backends.choose import choose_backend
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.architectures import read_config
+from services.compute.parallel.share import Portion, Share
 from services.compute.tools.make_model import SHAPES, Shape, config_json, tensor_sizes
-from services.compute.weights.loader import load_weights
+from services.compute.weights.loader import load_parts
 
 GROUP = 128
 POLL_S = 0.005
@@ -96,22 +102,22 @@ def anonymous_bytes(pid: int | str) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")), 0)
 
 
-def load(folder: Path) -> None:
-    """The child: loads, and prints what it had before, what it has then, and the seconds."""
+def load(folder: Path, share: Share) -> None:
+    """The child: loads its part, and prints what it had before, what it has then, and the seconds."""
     config = read_config(json.loads((folder / "config.json").read_text()))
     before, started = anonymous_bytes("self"), time.perf_counter()
-    weights = load_weights(folder, config, choose_backend(torch.bfloat16, torch.device("cpu")))
+    weights = load_parts(folder, config, choose_backend(torch.bfloat16, torch.device("cpu")), Portion(share, has_embedding=share.rank == 0))
     seconds = time.perf_counter() - started
     give_back_free_memory()
     print(json.dumps({"before": before, "after": anonymous_bytes("self"), "seconds": seconds, "layers": len(weights.layers)}))
 
 
-def measure(folder: Path) -> tuple[float, int, int]:
+def measure(folder: Path, share: Share) -> tuple[float, int, int]:
     """Seconds, and bytes kept and at the peak."""
     with (folder / "model.safetensors").open("rb") as file:
         while file.read(1 << 24):
             continue
-    command = [sys.executable, "-m", "bench.loading", "--child", str(folder)]
+    command = [sys.executable, "-m", "bench.loading", "--child", str(folder), "--share", str(share.rank), str(share.size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         peak = 0
         while child.poll() is None:
@@ -127,19 +133,28 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.2-1b")
     parser.add_argument("--formats", nargs="+", choices=sorted(FORMATS), default=list(FORMATS))
     parser.add_argument("--folder", type=Path, help="where the checkpoints are written and stay (default: a temporary one)")
+    parser.add_argument("--ranks", type=int, default=1, help="how many share the model (tensor parallelism)")
+    parser.add_argument("--runs", type=int, default=1, help="loads of each rank, of which the median counts")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, default=[0, 1], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        load(args.child)
+        load(args.child, Share(*args.share))
         return
+    shares = [Share(), *(Share(rank, args.ranks) for rank in range(args.ranks) if args.ranks > 1)]
     with tempfile.TemporaryDirectory() as temporary:
-        print(f"{args.shape}, loaded in bfloat16\n{'format':16}{'file, MB':>10}{'seconds':>10}{'kept, MB':>10}{'peak, MB':>10}")
+        print(f"{args.shape}, loaded in bfloat16\n{'format':16}{'rank':>8}{'file, MB':>10}{'seconds':>10}{'kept, MB':>10}{'peak, MB':>10}{'of one rank':>24}")
         for name in args.formats:
             folder = (args.folder or Path(temporary)) / f"{args.shape}-{name}"
             write(folder, SHAPES[args.shape], name)
-            seconds, kept, peak = measure(folder)
             size = (folder / "model.safetensors").stat().st_size
-            print(f"{name:16}{size / 1e6:>10.0f}{seconds:>10.1f}{kept / 1e6:>10.0f}{peak / 1e6:>10.0f}", flush=True)
+            # in turn, so that what else the machine does is shared out
+            runs = [[measure(folder, share) for share in shares] for _ in range(args.runs)]
+            found = [tuple(map(statistics.median, zip(*each, strict=True))) for each in zip(*runs, strict=True)]
+            for share, (seconds, kept, peak) in zip(shares, found, strict=True):
+                ratios = "".join(f"{value / of_one:>8.2f}" for value, of_one in zip((seconds, kept, peak), found[0], strict=True))
+                rank = f"{share.rank} of {share.size}"
+                print(f"{name:16}{rank:>8}{size / 1e6:>10.0f}{seconds:>10.1f}{kept / 1e6:>10.0f}{peak / 1e6:>10.0f}{ratios}", flush=True)
 
 
 if __name__ == "__main__":

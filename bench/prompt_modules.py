@@ -38,7 +38,7 @@ from services.compute.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.new_step import advance
-from services.compute.sequence import Sequence
+from services.compute.sequence import BlockTable, Sequence
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ class Reader:
         """The sum of the last tokens' log probabilities, and how many of them are the likeliest. segments: none: one text."""
         layout = Layout(segments, BLOCK_SIZE) if segments else None
         slots = list(token_ids) if layout is None else layout.pad(token_ids)
-        sequence = Sequence(0, "", slots, len(slots), SamplingParams(), layout=layout, block_table=list(range(-(-len(slots) // BLOCK_SIZE))))
+        sequence = Sequence(0, "", slots, len(slots), SamplingParams(), layout=layout, block_table=BlockTable(range(-(-len(slots) // BLOCK_SIZE))))
         total, num_likeliest = 0.0, 0
         while sequence.num_uncomputed_tokens:
             row = advance(sequence, min(sequence.longest_chunk, CHUNK))

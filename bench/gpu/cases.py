@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu.check import Check
+from bench.gpu.experts import check_experts, measure_experts
 from bench.gpu.journal import Found, Journal
-from bench.gpu.kernels import VENDORS, kernel_checks
+from bench.gpu.kernels import FORMS, VENDORS, kernel_checks
 from bench.gpu.models import DRAWS, check_flight, check_model
+from bench.gpu.recordings import check_recordings
 from bench.gpu.speed import Ceilings, Served, layer_shapes, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS
@@ -49,12 +52,12 @@ class Wanted:
 def make_cases(wanted: Wanted, journal: Journal, folder: Path) -> Iterator[Case]:
     """folder: for models that are made."""
     device = torch.device("cpu" if wanted.is_interpreted else "cuda")
-    narrow, wide = CudaBackend(torch.bfloat16, device), CudaBackend(torch.float32, device)
+    narrow, half, wide = (CudaBackend(dtype, device) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     modes = [mode for mode in wanted.modes if mode != "fp8" or narrow.has_float8]
     shapes = wanted.shapes
     parts: dict[str, Callable[[], Iterator[Case]]] = {
-        "kernels": lambda: check_kernels([wide, narrow], is_interpreted=wanted.is_interpreted),
-        "models": lambda: check_models(narrow, wide, folder, is_interpreted=wanted.is_interpreted),
+        "kernels": lambda: check_kernels([wide, narrow, half], is_interpreted=wanted.is_interpreted),
+        "models": lambda: check_models(narrow, half, wide, folder, is_interpreted=wanted.is_interpreted),
         "ceilings": lambda: iter([Case("ceilings", "ceilings", lambda: [measure_ceilings(narrow)])]),
         "layers": lambda: measure_layers(narrow, shapes, modes),
         "steps": lambda: measure_all_steps(narrow, shapes, modes, journal),
@@ -67,16 +70,24 @@ def make_cases(wanted: Wanted, journal: Journal, folder: Path) -> Iterator[Case]
 
 
 def check_kernels(backends: list[CudaBackend], *, is_interpreted: bool) -> Iterator[Case]:
-    for number, check in enumerate(kernel_checks(backends, on_device=not is_interpreted)):
+    for number, check in enumerate((*kernel_checks(backends, on_device=not is_interpreted), *expert_checks(backends, on_device=not is_interpreted))):
         what = ", ".join(str(each) for each in check.args if not isinstance(each, CudaBackend))
         yield Case("kernels", f"kernel {number}: {check.func.__name__}, {dtype_of(check.args[0])}, {what}", lambda check=check: [check()])  # type: ignore[misc]
+
+
+def expert_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[partial[Check]]:
+    for backend in backends:
+        for form in FORMS[: 1 if backend.dtype == torch.float32 else None]:
+            if backend.has_float8 or not form.startswith("fp8"):
+                for num_rows, num_experts in ((1, 4), (70, 4), *(((64, 128), (1000, 128)) if on_device else ())):
+                    yield partial(check_experts, backend, form, num_rows, num_experts)
 
 
 def dtype_of(backend: CudaBackend) -> str:
     return str(backend.dtype).removeprefix("torch.")
 
 
-def check_models(narrow: CudaBackend, wide: CudaBackend, folder: Path, *, is_interpreted: bool) -> Iterator[Case]:
+def check_models(narrow: CudaBackend, half: CudaBackend, wide: CudaBackend, folder: Path, *, is_interpreted: bool) -> Iterator[Case]:
     lengths, num_tokens = ((5, 21, 40), 4) if is_interpreted else ((5, 21, 40, 600, 90, 17, 33), 32)
 
     @cache
@@ -91,6 +102,12 @@ def check_models(narrow: CudaBackend, wide: CudaBackend, folder: Path, *, is_int
     for mode, group in MODES:
         if mode != "fp8" or narrow.has_float8:
             yield Case("models", f"model, {mode}, KV in groups of {group}", partial(run, narrow, mode, group, None))
+    for mode, group in MODES[:2]:
+        yield Case("models", f"model, float16, {mode}, KV in groups of {group}", partial(run, half, mode, group, None))
+    if not is_interpreted:
+        yield Case(
+            "models", "recordings", lambda: [check_recordings(tiny(), narrow, max_num_seqs=256, max_batched_tokens=2048, longest=4000)]
+        )  # fmt: skip
     few = {"lengths": lengths[:1] if is_interpreted else lengths, "draws": DRAWS[:2] if is_interpreted else DRAWS}
     yield Case("models", "a step in flight", lambda: [check_flight(tiny(), narrow, **few)])  # type: ignore[arg-type]
 
@@ -101,6 +118,8 @@ def measure_layers(backend: CudaBackend, shapes: list[str], modes: list[str]) ->
             for layer in layer_shapes(SHAPES[shape]):
                 yield Case("layers", f"layer, {shape}, {mode}, {layer}", partial(measure_linears, backend, shape, layer, mode, [1, 32, 256, 2048]))
         yield Case("layers", f"attention, {shape}", partial(measure_attention, backend, shape, [1, 32, 256]))
+    for mode in modes:
+        yield Case("layers", f"experts, {mode}", partial(measure_experts, backend, mode, [1, 32, 256, 2048]))
 
 
 def measure_all_steps(backend: CudaBackend, shapes: list[str], modes: list[str], journal: Journal) -> Iterator[Case]:

@@ -10,11 +10,12 @@ from typing import Any
 
 from bench.gpu.check import Check
 from bench.gpu.models import FlightCheck, ModelCheck
+from bench.gpu.recordings import RecordingCheck
 from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
 from shared.process.errors import StartupError
 
-Found = Check | ModelCheck | FlightCheck | Ceilings | KernelTime | StepTime | Served
-KINDS: dict[str, type[Found]] = {each.__name__: each for each in (Check, ModelCheck, FlightCheck, Ceilings, KernelTime, StepTime, Served)}
+Found = Check | ModelCheck | FlightCheck | RecordingCheck | Ceilings | KernelTime | StepTime | Served
+KINDS: dict[str, type[Found]] = {each.__name__: each for each in (Check, ModelCheck, FlightCheck, RecordingCheck, Ceilings, KernelTime, StepTime, Served)}
 DID_NOT_END = "it did not end: its process died, or was killed"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from bench.gpu.attention_checks import attention_checks
 from bench.gpu.check import EPS, Check, name_of, randn, relative_error
 from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.linear import Parts
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
 from services.compute.backends.torch.reference import (
@@ -22,7 +23,10 @@ from services.compute.backends.torch.reference import (
     rms_norm,
 )
 from services.compute.backends.torch.row_math import TorchRowMath
+from services.compute.backends.torch.row_search import TorchRowSearch
+from services.compute.candidates.edits import Kind, TokenEdits, edit_on_device, edit_on_host
 from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.row_mask import num_bytes
 from services.compute.candidates.rows import CandidateRows
 from services.compute.sequence import Sequence
 from shared.model.arrays import Array
@@ -116,6 +120,23 @@ def check_linear(backend: CudaBackend, form: str, case: LinearCase, *, is_vendor
     return Check("linear, " + form, name_of(dtype), str(case), relative_error(found, expected), bound, is_same)
 
 
+def check_parts(backend: CudaBackend, form: str, case: LinearCase) -> Check:
+    """A narrow layer, whose sums are divided: a program for each part gives the bits of one for all, and of a row alone. The error is beside float64."""
+    dtype, device = backend.dtype, backend.device
+    x, weight = randn(case.rows, case.k, seed=1).to(dtype), randn(case.n, case.k, seed=2, scale=0.1).to(dtype)
+    matrix = make_matrix(weight, form, case.group)
+    gate = {"is_gated": case.activation is not None, "activation": case.activation or "silu"}
+    reference = TorchLinear(weight.double(), None, **gate) if isinstance(matrix, Dense) else QuantizedTorchLinear(matrix, None, **gate)  # type: ignore[arg-type]
+    layer, there = backend.make_linear(moved(matrix, device), **gate), x.to(device)  # type: ignore[arg-type]
+    found = {}
+    for enough in (0, 1 << 20):
+        layer.parts = Parts(256, enough)
+        found[enough] = layer.logits(there)
+    alone = [layer.logits(there[row : row + 1])[0] for row in (0, case.rows - 1)]
+    is_same = torch.equal(found[0], found[1 << 20]) and torch.equal(found[0][[0, case.rows - 1]], torch.stack(alone))
+    return Check(f"linear in parts, {form}", name_of(dtype), str(case), relative_error(found[0], reference(x.double())), 4e-3, is_same)
+
+
 def check_rows(backend: CudaBackend, rows: int, hidden: int, *, has_norm: bool, multiplier: float) -> Check:
     dtype, device = backend.dtype, backend.device
     x, h, norm = randn(rows, hidden, seed=1).to(dtype), randn(rows, hidden, seed=2, scale=3.0).to(dtype), (1 + randn(hidden, seed=3, scale=0.1)).to(dtype)
@@ -150,6 +171,26 @@ def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Ch
     is_exact &= bool(np.isnan(search.find_largest(there, k)[0][rows - 1, 0]))
     error = float(np.abs(masses / exact - 1).max()) if is_exact else 1.0
     return Check("candidates", "float32", f"{rows} x {vocab_size}, {k} largest", error, 3e-6, is_same)
+
+
+def check_edits(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
+    """Penalties, biases, bans and masks of several rows, as the host applies them. The error is the share of numbers with other bits."""
+    on_host = randn(rows, vocab_size, seed=6, scale=8.0)
+    on_device, rng = on_host.clone().to(backend.device), np.random.default_rng(1)
+    edits: dict[int, TokenEdits] = {}
+    for row in range(0, rows, 2):
+        tokens = rng.choice(vocab_size, vocab_size // 5, replace=False)
+        edits[row] = {kind: (tokens, rng.uniform(0.5, 2.0, len(tokens)).astype(np.float32)) for kind in Kind if kind != Kind.BANNED}
+        edits[row][Kind.BANNED] = tokens[:9], np.zeros(1, np.float32)
+    masked = np.arange(rows - 1, -1, -3)
+    masks = [rng.integers(0, 256, num_bytes(vocab_size), np.uint8) for _ in masked]
+    edit_on_host(on_host, edits)
+    TorchRowSearch().ban(on_host, masked, masks)
+    edit_on_device(on_device, edits)
+    backend.row_search.ban(on_device, masked, masks)
+    return Check(
+        "edits", "float32", f"{rows} x {vocab_size}", float((on_device.cpu().view(torch.int32) != on_host.view(torch.int32)).double().mean()), 0.0, None
+    )
 
 
 FLAT = 256  # tokens, of which 64 have more than half of the mass
@@ -193,6 +234,7 @@ LINEARS = (
     LinearCase(64, 130, 256, 64, has_norm=True, has_residual=True), LinearCase(130, 200, 300, 128), LinearCase(200, 128, 512, 64, activation="silu"),
     LinearCase(65, 33, 1000, 128, has_bias=True), LinearCase(16, 256, 2048, 64),
 )  # fmt: skip
+NARROW_LINEARS = (LinearCase(3, 40, 1000), LinearCase(70, 72, 520, activation="silu"))
 VENDORS_LINEARS = (
     LinearCase(17, 48, 96, has_bias=True), LinearCase(70, 160, 64, activation="silu", has_bias=True), LinearCase(33, 64, 128),
     LinearCase(130, 528, 320, has_norm=True, has_residual=True),
@@ -206,6 +248,8 @@ def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[p
         for form in FORMS[: 1 if is_wide else None]:
             if backend.has_float8 or not form.startswith("fp8"):
                 yield from (partial(check_linear, backend, form, linear) for linear in LINEARS)
+                if not is_wide:
+                    yield from (partial(check_parts, backend, form, linear) for linear in NARROW_LINEARS)
                 if form in VENDORS and not is_wide:
                     yield from (partial(check_linear, backend, form, linear, is_vendors=True) for linear in VENDORS_LINEARS)
         yield from attention_checks(backend, on_device=on_device)
@@ -217,3 +261,5 @@ def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[p
     for draws in ((18, 250), *(((900, 30_000), (90, 151_936)) if on_device else ())):
         yield partial(check_draws, backends[0], *draws)
     yield partial(check_logits, backends[0], 3, 1500)
+    for edits in ((5, 1500), *(((64, 151_936),) if on_device else ())):
+        yield partial(check_edits, backends[0], *edits)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from bench.gpu.check import Check
 from bench.gpu.journal import Entry, Journal
 from bench.gpu.models import FlightCheck, ModelCheck
+from bench.gpu.recordings import RecordingCheck
 from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
 
 
@@ -74,6 +75,20 @@ def flight_lines(checks: list[FlightCheck]) -> list[str]:
     return lines
 
 
+def recording_lines(checks: list[RecordingCheck]) -> list[str]:
+    lines = [
+        "| recordings | how many | s | MiB set aside | MiB taken | made while serving | a buffer moved | bits as launched |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in checks:
+        moved, bits = "YES" if each.has_moved else "no", "equal" if each.are_bits_equal else "DIFFER"
+        lines.append(
+            f"| {each.mode} | {each.num_recordings} | {each.seconds:.1f} | {each.reserved_mib:.0f} | {each.taken_mib:.0f} | {each.num_late} | {moved} "
+            f"| {bits} |"
+        )
+    return lines
+
+
 def failure_lines(entries: list[Entry]) -> list[str]:
     return [f"- {each.name}: {each.error or 'does not hold'}" for each in entries]
 
@@ -90,6 +105,7 @@ def page(journal: Journal) -> str:
         ("Kernels against their definition", errors_by_type(checks) if (checks := list(journal.of_kind(Check))) else []),
         ("Whole models", model_lines(models) if (models := list(journal.of_kind(ModelCheck))) else []),
         ("A step in flight", flight_lines(flights) if (flights := list(journal.of_kind(FlightCheck))) else []),
+        ("Recordings", recording_lines(made) if (made := list(journal.of_kind(RecordingCheck))) else []),
         ("Speed", ceiling_lines(ceilings) if ceilings is not None else []),
         ("Steps", step_lines(steps) if (steps := list(journal.of_kind(StepTime))) else []),
         ("Layers", time_lines(times, ceilings) if (times := list(journal.of_kind(KernelTime))) else []),

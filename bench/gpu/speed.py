@@ -5,8 +5,10 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 import triton.testing
@@ -33,6 +35,7 @@ from shared.model.sampling_params import SamplingParams
 
 VENDORS_LEAST = {"none": 1, "w8a8": 17, "fp8": 1}  # rows: torch._int_mm takes no fewer
 BLOCK_SIZE = 16
+LONG = 32_768  # tokens of a sequence beside others
 CONTEXT = 1024  # tokens that each sequence has when it decodes
 MAX_BATCHED_TOKENS = 2048
 LAUNCH_CYCLES = 20_000_000  # of the device, some 10 ms, in which the host launches a step
@@ -178,24 +181,28 @@ def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> It
     shape = SHAPES[name]
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
     attention = backend.make_attention(heads)
-    cases = [(batch, CONTEXT, 1) for batch in batches] + [(1, CONTEXT, CONTEXT)]
+    cases = [([CONTEXT] * batch, 1) for batch in batches] + [([CONTEXT], CONTEXT), ([*[CONTEXT] * 63, LONG], 1), ([LONG], 1)]
     for group in (0, 64):
-        for batch, context, new in cases:
-            blocks = -(-context // BLOCK_SIZE)
-            tables = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(batch)]
-            slots = [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for table in tables for at in range(context - new, context)]
+        for contexts, new in cases:
+            starts = [0, *accumulate(-(-context // BLOCK_SIZE) for context in contexts)]
+            tables = [tuple(range(first, last)) for first, last in pairwise(starts)]
+            slots = [
+                table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                for table, context in zip(tables, contexts, strict=True)
+                for at in range(context - new, context)
+            ]
             angles = torch.zeros(len(slots), heads.head_dim // 2, device=backend.device)
             given = backend.buffers.fill("slot_mapping", slots)
-            plan = attention.plan(AttentionInputs([new] * batch, [context] * batch, tables, given, ((angles.cos(), angles.sin()),)), BLOCK_SIZE)
+            plan = attention.plan(AttentionInputs([new] * len(contexts), contexts, tables, given, ((angles.cos(), angles.sin()),)), BLOCK_SIZE)
             backend.buffers.upload()
-            kv = backend.make_kv_layer(batch * blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, group=group)
+            kv = backend.make_kv_layer(starts[-1], BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, group=group)
             width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
             qkv = torch.randn(len(slots), width, device=backend.device).to(backend.dtype)
             taken = median_us(lambda qkv=qkv, kv=kv, plan=plan: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6))  # type: ignore[misc]
-            seen = context if new == 1 else context / 2
+            seen = sum(contexts) if new == 1 else CONTEXT * CONTEXT / 2
             kind = "decode" if new == 1 else "prefill"
-            operations = 4.0 * batch * new * seen * heads.num_heads * heads.head_dim
-            case = f"{kind}, {batch} x {context}, KV {f'int8/{group}' if group else 'bf16'}"
+            operations = 4.0 * seen * heads.num_heads * heads.head_dim
+            case = f"{kind}, {' and '.join(f'{count} x {context}' for context, count in Counter(contexts).items())}, KV {f'int8/{group}' if group else 'bf16'}"
             yield KernelTime("attention", name, case, taken, kv.nbytes + 2 * qkv.nbytes, operations)
 
 

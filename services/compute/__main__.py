@@ -2,8 +2,8 @@
 
 from contextlib import nullcontext
 
-from services.compute.group.ends import Group
-from services.compute.group.launch import open_group, rank_of
+from services.compute.group.ends import Group, Member
+from services.compute.group.launch import join_group, open_group, rank_of
 from shared.model.files import ModelFiles, open_model
 from shared.process.settings import ComputeSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
@@ -11,18 +11,25 @@ from shared.wire.stage import Stage, run_stage, start_logging
 
 def main() -> None:
     settings = load_settings(ComputeSettings)
-    start_logging(settings)
+    rank = rank_of(settings)
+    start_logging(settings, rank)
     files = open_model(settings.model, settings.served_model_name, weights=True)
 
-    # torch takes seconds to import: only now, so that a bad setting is told at once
-    if rank_of(settings):
-        from services.compute.rank import run_rank
-
-        return run_rank(settings, files)
+    # torch takes seconds to import: only in the functions below, so that a bad setting, or a rank that
+    # does not fit in, is told at once
+    if rank:
+        with join_group(settings) as member:
+            return follow(settings, files, member)
     with open_group(settings) or nullcontext() as group:
         serve(settings, files, group)
         if group is not None:
             group.close()
+
+
+def follow(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
+    from services.compute.rank import run_rank
+
+    run_rank(settings, files, member)
 
 
 def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> None:

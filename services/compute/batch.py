@@ -64,7 +64,7 @@ class ScheduledBatch:
 
     rows: tuple[BatchRow, ...]
     num_decodes: int  # of the rows, the first ones
-    # (from, to), before the step: all are read before any is written
+    # (from, to), before the step: one after the other, and none from a block that has been copied to
     block_copies: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -87,10 +87,14 @@ def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits
     return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
-def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
-    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes
-    bfloat16)."""
+def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dtype:
+    """The dtype asked for, or the checkpoint's, but for float16 on a CPU, which computes it slowly.
+    Raises StartupError where it is asked for there."""
+    if name == "float16" and device.type == "cpu":
+        raise StartupError("--dtype float16 runs on a GPU only (--device cuda); a CPU takes bfloat16 or float32")
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if wanted == "float16" and device.type != "cpu":
+        return torch.float16
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
@@ -99,7 +103,8 @@ def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> 
     is time that the model loses."""
     if settings.publish_interval_ms is not None:
         return settings.publish_interval_ms / 1000
-    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
+    num_threads = torch.get_num_threads() * (1 if settings.master else settings.num_ranks)
+    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and num_threads >= (os.cpu_count() or 1) else 0.0
 
 
 def choose_step_timeout(settings: ComputeSettings, device: torch.device) -> float:
@@ -164,9 +169,10 @@ def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | No
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    """What all ranks of a group load, each its part: the model, and models that draft for it."""
+    """The models that all ranks of a group load, each its part: the model, and those that draft for it."""
 
     place: Place
+    device: torch.device
     backend: Backend
     model: Model
     drafting: list[DraftModel]
@@ -190,7 +196,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
             multiple, asked = model.backend.block_multiple, settings.block_size
             raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
         speculators = choose_speculators(settings, model)
-        return LoadedModels(place, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
+        return LoadedModels(place, device, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
 
 
 def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
@@ -198,7 +204,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     torch's error where memory is too small."""
     loaded = load_models(settings, files, group)
     place, backend, model, drafting = loaded.place, loaded.backend, loaded.model, loaded.drafting
-    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, backend.device
+    speculators, limits, limit, device = loaded.speculators, loaded.limits, loaded.limit, loaded.device
     heads = load_heads(settings, speculators, model)
     images = load_images(settings, limits, files, model)
     is_encoder = not model.splits_prompts
@@ -244,7 +250,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
 
 def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
     """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
-    with first_kernels(loaded.backend.device):
+    with first_kernels(loaded.device):
         num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
         longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
         workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
@@ -260,7 +266,7 @@ def max_sampled_of(limits: StepLimits) -> int:
 def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
     """The models that have a KV cache: of all ranks together, where these have one memory."""
     models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
-    is_one_memory = end is not None and end.memory_fd is not None and loaded.backend.device.type == "cpu"
+    is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
     return [each.whole if isinstance(each, Decoder) and is_one_memory else each.config for each in models]
 
 
@@ -284,7 +290,7 @@ def open_tower(settings: EncoderSettings, files: ModelFiles) -> VisionTower:
     device = choose_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-    return load_vision_tower(files, choose_dtype(settings.dtype, files), device)
+    return load_vision_tower(files, choose_dtype(settings.dtype, files, device), device)
 
 
 def load_vision_tower(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> VisionTower:
@@ -301,10 +307,13 @@ def refuse_segments(model: Model, block_size: int) -> str:
 
 
 def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:
-    """The limit, but for sequences that all free memory could not hold: a file may say any number."""
+    """The limit, but for sequences that all free memory could not hold: a file may say any number. On
+    a GPU also where there is no limit, for nothing may grow there later."""
     shape = model.config
     token_bytes = shape.num_layers * model.backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape))
-    return limit if limit is None or token_bytes == 0 else min(limit, max(free_memory(model.backend.device) // token_bytes, 1))
+    if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
+        return limit
+    return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))
 
 
 def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: KVCache) -> KVTier | None:
@@ -323,7 +332,8 @@ def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.dev
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
         torch.set_num_threads(num_threads or os.cpu_count() or 1)
-    return choose_backend(choose_dtype(settings.dtype, files), device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
+    dtype = choose_dtype(settings.dtype, files, device)
+    return choose_backend(dtype, device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
 
 
 def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:

@@ -70,6 +70,8 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
             f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native kernels (penstock build-kernels): "
             "the bits of torch's products depend on how many columns are computed"
         )
+    if settings.allow_batch_variance:
+        raise StartupError("--allow-batch-variance: the vendor's products depend on how many columns are computed, so ranks would not give one process' bits")
     if settings.kv_disk is not None:
         raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None

@@ -6,7 +6,6 @@ from services.compute.engine import cached_models, choose_step_timeout, load_mod
 from services.compute.fingerprint import fingerprint
 from services.compute.group.commands import Loaded
 from services.compute.group.ends import Member
-from services.compute.group.launch import join_group
 from services.compute.model_runner import ModelRunner
 from services.compute.place import carry_out, make_runner
 from services.compute.speculation.draft_models import make_draft_runner
@@ -14,12 +13,11 @@ from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 
 
-def run_rank(settings: ComputeSettings, files: ModelFiles) -> None:
-    """Join the group, and run what rank 0 tells until it closes the group. Raises StartupError."""
-    with join_group(settings) as member:
-        runners = load_runners(settings, files, member)
-        for command in member.commands(choose_step_timeout(settings, runners[0].model.backend.device)):
-            carry_out(command, runners)
+def run_rank(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
+    """Load, and run what rank 0 tells until it closes the group. Raises StartupError."""
+    runners = load_runners(settings, files, member)
+    for command in member.commands(choose_step_timeout(settings, runners[0].model.backend.device)):
+        carry_out(command, runners)
 
 
 def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -> list[ModelRunner]:

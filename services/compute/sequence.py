@@ -35,8 +35,9 @@ The states of a sequence:
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +58,35 @@ class RowKey(NamedTuple):
 
     handle: int
     position: int  # in the token log, from 1
+
+
+class BlockTable(list[int]):
+    """Block ids, a sequence's. Steps hold them as a tuple, the same one as long as nothing changes:
+    who keeps a table from step to step need not compare it block by block."""
+
+    _frozen: tuple[int, ...] | None = None
+
+    @property
+    def frozen(self) -> tuple[int, ...]:
+        if self._frozen is None:
+            self._frozen = tuple(self)
+        return self._frozen
+
+    def append(self, block_id: int) -> None:
+        self._frozen = None
+        super().append(block_id)
+
+    def extend(self, block_ids: Iterable[int]) -> None:
+        self._frozen = None
+        super().extend(block_ids)
+
+    def clear(self) -> None:
+        self._frozen = None
+        super().clear()
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self._frozen = None
+        super().__setitem__(at, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +216,7 @@ class Sequence:
     is_ending: bool = False
     num_cached_tokens: int = 0  # of the prompt, found computed when it first began
     num_preemptions: int = 0
-    block_table: list[int] = field(default_factory=list)  # one block id per block_size tokens
+    block_table: BlockTable = field(default_factory=BlockTable)  # one block id per block_size tokens
     # of its first full blocks, as far as they were needed
     block_hashes: list[bytes] = field(default_factory=list)
     num_committed_blocks: int = 0  # its first blocks, which the prefix cache has been offered

@@ -26,6 +26,7 @@ def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
     """Run them, of so many sequences at most. What they write lies in blocks that nobody holds
     yet."""
     record_steps(runner, max_num_seqs)
+    runner.kv_cache.copy_blocks(((0, 0),))
     longest = min(CHUNK, runner.kv_cache.num_blocks * runner.kv_cache.block_size)
     for lens in (*([1] * count for count in SINGLES if count <= max_num_seqs), [1, longest]):
         batch = make_step(runner, lens)

@@ -179,7 +179,7 @@ class EngineSettings(GroupSettings):
     """How the model runs."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of weights and KV cache; auto: the checkpoint's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV cache; auto: the checkpoint's, or bfloat16")
     model_impl: Literal["auto", "native", "transformers"] = Field(
         "auto", description="whose layers run: our own, or the transformers library's; auto: our own where they know the architecture"
     )
@@ -194,9 +194,7 @@ class EngineSettings(GroupSettings):
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int | None = Field(None, gt=0, description="sequences in one step; by default 256 on a GPU, 64 on a CPU")
-    max_batched_tokens: int | None = Field(
-        None, gt=0, description="tokens in one step: longer prompts are computed in chunks; by default 2048 on a GPU, 512 on a CPU"
-    )
+    max_batched_tokens: int | None = Field(None, gt=0, description="tokens in one step: chunks of prompts, too; by default 2048 on a GPU, 512 on a CPU")
     target_itl_ms: float | None = Field(
         None, gt=0, description="target of the time between tokens: chunks of prompts are cut to meet it, where that is possible"
     )
@@ -295,7 +293,7 @@ class EncoderSettings(ModelSettings):
     examples: ClassVar[str] = "penstock serve encoder --redis-url redis://10.0.0.5:6379/0 --model ~/models/SmolVLM-256M-Instruct"
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where it runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights; auto: the checkpoint's. The same as compute's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of the weights; auto: the checkpoint's. The same as compute's")
     num_threads: int = Field(0, ge=0, description="threads; 0: all cores")
 
 

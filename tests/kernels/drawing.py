@@ -1,6 +1,7 @@
 """A search that draws, as a device does it, where there is none: the next step can be launched on its tokens before anybody has read them."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +40,9 @@ class DrawingSearch:
     share_wrong: float
     num_drawn: int = 0
     num_wrong: int = 0
+
+    def ban(self, logits: torch.Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        self.search.ban(logits, rows, masks)
 
     def start(self, logits: torch.Tensor, wanted: SearchRequest) -> DrawnSearch:
         found = self.search.start(logits, wanted).read()

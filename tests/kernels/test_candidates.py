@@ -222,7 +222,7 @@ def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch)
         for logits, sequence in ((make_logits(1.0)[None], bad), (nan, Sequence(0, "r", [7, 8], 2, SamplingParams()))):
             with pytest.raises(torch.AcceleratorError):
                 reduce(logits, [sequence], SEARCH)
-    for name in ("edit", "reduce_found"):
+    for name in ("edits_of", "reduce_found"):
         with monkeypatch.context() as patch:
             patch.setattr(reduction_module, name, full)
             with pytest.raises(torch.OutOfMemoryError):

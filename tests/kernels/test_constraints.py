@@ -19,13 +19,15 @@ from scipy import stats
 
 from services.compute.backends.backend import RowSearch
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.backends.torch.row_search import ban, ban_on_device
 from services.compute.candidates import compiled as cache
 from services.compute.candidates import constraints as module
 from services.compute.candidates import matcher
 from services.compute.candidates.constraints import Constraints, Masks
+from services.compute.candidates.edits import apply_edits, edits_of
 from services.compute.candidates.matcher import replay
-from services.compute.candidates.reduction import edit, reduce
-from services.compute.candidates.row_mask import allowed_tokens, apply_mask, apply_on_device, bits_of
+from services.compute.candidates.reduction import reduce
+from services.compute.candidates.row_mask import allowed_tokens, bits_of
 from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model import grammar
 from shared.model.constraint import Constraint
@@ -77,7 +79,7 @@ def expected(constraint: Constraint, output: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("size", [64, 130, 2048, 2049])
-@pytest.mark.parametrize("apply_mask", [apply_mask, apply_on_device])
+@pytest.mark.parametrize("apply_mask", [lambda row, mask: ban(row[None], np.zeros(1, np.int64), [mask]), ban_on_device])
 def test_a_mask_leaves_what_it_has_and_nothing_else(size: int, apply_mask: Any) -> None:
     rng = np.random.default_rng(size)
     chosen = np.sort(rng.choice(size, size // 3, replace=False))
@@ -121,7 +123,7 @@ def test_what_is_allowed_is_what_the_rules_say(
     if grammar_ids is None and not allowed:
         assert allowed_tokens(sequence.prefix(), mask, 64) is None
         row = torch.zeros(64)
-        edit(row, sequence.prefix(), SEARCH)
+        apply_edits(row[None], {0: edits_of(sequence.prefix(), None, 64)}, SEARCH)
         assert set(torch.isfinite(row).nonzero().flatten().tolist()) == left
     elif left:
         found = allowed_tokens(sequence.prefix(), mask, 64)

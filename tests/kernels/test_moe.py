@@ -10,9 +10,10 @@ from transformers import GptOssConfig, PreTrainedModel
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.matrix import Dense, Grouped
+from services.compute.backends.torch.experts import sigmoid
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.architectures import read_config
-from services.compute.models.moe import Expert, MoeMlp, SharedExpert, choose_experts, sigmoid
+from services.compute.models.moe import Expert, MoeMlp, SharedExpert
 from services.compute.weights.loader import load_weights
 from services.compute.weights.mxfp4 import read_expert, to_matrix
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -97,12 +98,12 @@ def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
 @pytest.mark.parametrize("num_experts", [4, 60, 128])
 def test_routing_and_gates_are_each_rows_own(num_experts: int) -> None:
     logits = torch.randn(200, num_experts, generator=torch.Generator().manual_seed(2)) * 4
-    chosen, weights = choose_experts(logits, 4, has_normalized_weights=True)
+    chosen, weights = FLOAT32.row_math.choose_experts(logits, 4, has_normalized_weights=True)
     scores = sigmoid(logits[:, :1])
     torch.testing.assert_close(scores, torch.sigmoid(logits[:, :1]))
     torch.testing.assert_close(weights.sum(-1), torch.ones(200))
     for first, last in [(0, 1), (17, 18), (50, 57), (199, 200), (3, 100)]:
-        alone = choose_experts(logits[first:last], 4, has_normalized_weights=True)
+        alone = FLOAT32.row_math.choose_experts(logits[first:last], 4, has_normalized_weights=True)
         assert torch.equal(alone[0], chosen[first:last]) and torch.equal(alone[1], weights[first:last])
         assert torch.equal(sigmoid(logits[first:last, :1]), scores[first:last])
 

@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.candidates.dry import dry_penalties
-from services.compute.candidates.reduction import edit
+from services.compute.candidates.edits import Kind, TokenEdits, apply_edits, edit_on_device, edit_on_host, edits_of
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import DryParams, SamplingParams
 
 VOCABULARY = 40
-PARAMS = SamplingParams(max_tokens=1000, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=-0.5, dry=DryParams(0.8, allowed_length=1))
+PARAMS = SamplingParams(
+    max_tokens=1000, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=-0.5, logit_bias={3: 1.7, 38: -0.3}, dry=DryParams(0.8, allowed_length=1)
+)  # fmt: skip
+
+
+def edit(rows: torch.Tensor, sequences: list[Sequence]) -> None:
+    apply_edits(rows, {row: edits_of(each.prefix(), None, VOCABULARY) for row, each in enumerate(sequences)}, TorchRowSearch())
 
 
 def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
@@ -25,6 +31,8 @@ def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tenso
     row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     for token_id in sorted(set(output := sequence.token_ids[sequence.num_prompt_tokens :])):
         row[token_id] -= torch.tensor(output.count(token_id), dtype=torch.float32) * params.frequency_penalty + params.presence_penalty
+    for token_id, bias in params.logit_bias.items():
+        row[token_id] += torch.tensor(bias, dtype=torch.float32)
     assert params.dry is not None
     tokens, penalties = dry_penalties(np.array(sequence.token_ids, np.int64), params.dry, {})
     row[torch.from_numpy(tokens)] -= torch.from_numpy(penalties)
@@ -36,17 +44,18 @@ def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tenso
     steps=st.lists(st.tuples(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.integers(0, 30)), min_size=1, max_size=8),
 )
 def test_edits_are_the_same_bits_as_from_the_whole_history(prompt: list[int], steps: list[tuple[list[int], int]]) -> None:
-    """Tokens come, some foreseen ones go again, and after each step the row is edited."""
-    sequence = Sequence(1, "r", list(prompt), len(prompt), PARAMS)
+    """Tokens come, some foreseen ones go again, and after each step the row is edited, beside another's."""
+    sequence, other = (Sequence(handle, "r", list(prompt), len(prompt), PARAMS) for handle in range(2))
     row = torch.linspace(-3, 3, VOCABULARY)
     for added, num_dropped in steps:
         sequence.token_ids += added
         sequence.num_undecided_tokens = sequence.num_output_tokens
-        edit(row.clone(), sequence.prefix(), TorchRowSearch())
+        edit(row.repeat(1, 1), [sequence])
         sequence.drop_tokens(max(len(prompt), sequence.num_tokens - num_dropped))
-        edited = row.clone()
-        edit(edited, sequence.prefix(), TorchRowSearch())
-        assert edited.numpy().tobytes() == from_the_whole_history(row, sequence).numpy().tobytes()
+        edited = row.repeat(2, 1)
+        edit(edited, [other, sequence])
+        for found, each in zip(edited, (other, sequence), strict=True):
+            assert found.numpy().tobytes() == from_the_whole_history(row, each).numpy().tobytes()
 
 
 def test_a_long_history_is_read_once() -> None:
@@ -67,9 +76,31 @@ def test_a_long_history_is_read_once() -> None:
     rng = np.random.default_rng(0)
     sequence = Sequence(1, "r", Watched(rng.integers(0, VOCABULARY, 20_000).tolist()), 20_000, PARAMS)
     row = torch.zeros(VOCABULARY)
-    edit(row.clone(), sequence.prefix(), TorchRowSearch())
+    edit(row.repeat(1, 1), [sequence])
     Watched.num_read = 0
     for token_id in range(10):
         sequence.token_ids.append(token_id)
-        edit(row.clone(), sequence.prefix(), TorchRowSearch())
+        edit(row.repeat(1, 1), [sequence])
     assert Watched.num_read < 100
+
+
+AMOUNTS = st.floats(-2, 2, width=32)
+
+
+@st.composite
+def token_edits(draw: st.DrawFn) -> TokenEdits:
+    edits: TokenEdits = {}
+    for kind in draw(st.sets(st.sampled_from(Kind))):
+        token_ids = np.array(draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, unique=True)), np.int64)
+        amounts = draw(st.lists(AMOUNTS, min_size=1, max_size=1) | st.lists(AMOUNTS, min_size=len(token_ids), max_size=len(token_ids)))
+        edits[kind] = token_ids, np.array(amounts, np.float32)
+    return {kind: edits[kind] for kind in sorted(edits)}
+
+
+@given(edits=st.dictionaries(st.integers(0, 3), token_edits(), min_size=1).filter(lambda edits: any(edits.values())))
+def test_a_device_edits_all_rows_as_the_host_edits_each(edits: dict[int, TokenEdits]) -> None:
+    on_host = torch.linspace(-3, 3, 4 * VOCABULARY).view(4, VOCABULARY)
+    on_device = on_host.clone()
+    edit_on_host(on_host, edits)
+    edit_on_device(on_device, edits)
+    assert torch.equal(on_host.view(torch.int32), on_device.view(torch.int32))

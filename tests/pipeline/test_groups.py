@@ -4,7 +4,6 @@ import asyncio
 import signal
 
 import psutil
-import pytest
 
 from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all

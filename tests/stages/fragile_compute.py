@@ -46,7 +46,7 @@ def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | Non
         os._exit(9)
     if runner in targets:
         time.sleep(STEP_S)
-    hidden = run(runner, batch, drawn)
+    hidden: torch.Tensor = run(runner, batch, drawn)
     if drawn is not None and signal.SIGUSR1 in told:
         os.kill(os.getpid(), signal.SIGKILL)
     if drawn is not None and signal.SIGUSR2 in told:

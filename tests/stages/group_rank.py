@@ -1,7 +1,7 @@
 """A rank of a group, without a model: `python -m tests.stages.group_rank`.
 
 Rank 0 obeys its standard input, a word a line: `step` sends a batch to all and prints their answers,
-`hang` has rank 1 wait for ever, `sleep` has this process wait in native code for ever, `close` ends
+`hang` has rank 1 wait for ever, `break` has it raise an error, `sleep` has this process wait in native code for ever, `close` ends
 the group. The others answer each batch with what they find in the memory of all.
 """
 
@@ -21,7 +21,7 @@ from shared.wire.stage import run_stage, start_logging
 
 COMMAND = (sys.executable, "-m", "tests.stages.group_rank")
 WORD = b"what rank 0 wrote"
-STEP, HANG = ScheduledBatch((BatchRow(1, (5, 6), 0, (0,), range(1, 2)),), 0), ScheduledBatch((), 0)
+STEP, HANG, BREAK = ScheduledBatch((BatchRow(1, (5, 6), 0, (0,), range(1, 2)),), 0), ScheduledBatch((), 0), ScheduledBatch((), 1)
 STEP_TIMEOUT_S = float(os.environ.get("GROUP_STEP_TIMEOUT_S", "60"))
 
 
@@ -46,6 +46,8 @@ def lead(group: Group) -> None:
                 print("stepped", *(group.receive(peer.rank).arithmetic for peer in group.peers), flush=True)
             case "hang":
                 group.send(RunStep(0, HANG))
+            case "break":
+                group.send(RunStep(0, BREAK))
             case "sleep":
                 ctypes.CDLL(None).sleep(600)
             case "close":
@@ -59,6 +61,10 @@ def follow(member: Member) -> None:
         if command == RunStep(0, HANG):
             if member.rank == 1:
                 ctypes.CDLL(None).sleep(600)
+            continue
+        if command == RunStep(0, BREAK):
+            if member.rank == 1:
+                raise RuntimeError("a mistake")
             continue
         assert command == RunStep(0, STEP)
         word = b"nothing"

@@ -25,8 +25,8 @@ from tests.deployment import free_port
 from tests.stages.group_rank import COMMAND, WORD
 from tests.waiting import wait_until
 
-TIMEOUT_S = 1.0
-SLOW_S = 30.0  # a machine that does much else
+TIMEOUT_S = 2.0  # of silence
+SLOW_S = 60.0  # a machine that does much else
 
 
 class Rank:
@@ -106,15 +106,16 @@ def kill_while_asleep(head: Rank) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Rank], None], str]] = {
     "a rank is killed": (kill(signal.SIGKILL, 1), r"reason='rank 1 of 3 \(pid \d+\) died: signal 9 \(SIGKILL\)'"),
+    "a rank makes a mistake": (lambda head: head.say("break"), r"the group ends reason=\"rank 1 of 3 \(pid \d+\): RuntimeError\('a mistake'\)\""),
     "rank 0 is killed": (kill(signal.SIGKILL, 0), ""),
-    "a rank is stopped": (kill(signal.SIGSTOP, 2), r"reason='rank 2 of 3 \(pid \d+\) has been silent for 1\.\d s: it is stopped, or cut off"),
+    "a rank is stopped": (kill(signal.SIGSTOP, 2), r"reason='rank 2 of 3 \(pid \d+\) has been silent for \d\.\d s: it is stopped, or cut off"),
     "a rank's step hangs": (lambda head: head.say("hang"), r"reason='rank 1 of 3 \(pid \d+\): its RunStep takes longer than --step-timeout-s 0.5'"),
     "a rank is killed while rank 0 is in native code": (kill_while_asleep, r"reason='rank 2 of 3 \(pid \d+\) died: signal 9"),
-    "rank 0 is stopped": (kill(signal.SIGSTOP, 0), r"of rank 2: the group ends reason='rank 0 of 3 \(pid \d+\) has been silent for 1\.\d s"),
+    "rank 0 is stopped": (kill(signal.SIGSTOP, 0), r"of rank 2: the group ends reason='rank 0 of 3 \(pid \d+\) has been silent for \d\.\d s"),
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_path: Path) -> None:
     fault, line = FAULTS[name]
@@ -125,12 +126,13 @@ def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_p
         began_at = time.monotonic()
         fault(head)
         wait_until(lambda: are_gone(children), description=f"no rank is left: {head.lines()}", timeout_s=SLOW_S)
-        assert time.monotonic() - began_at < TIMEOUT_S + SLOW_S / 3
+        assert time.monotonic() - began_at < TIMEOUT_S + SLOW_S / 4
         if name == "rank 0 is stopped":
             os.kill(head.process.pid, signal.SIGCONT)
         assert head.ends() == (-9 if name == "rank 0 is killed" else 1)
         found = [each for each in head.lines() if re.search(line, each)]
         assert len(found) == 1 or not line, head.lines()
+        assert (head.lines().count("RuntimeError: a mistake") == 1) == (name == "a rank makes a mistake"), "its traceback is written"
 
 
 def test_ranks_that_start_end_with_rank_0_and_say_nothing(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_rank_that_can_not_load_ends_its_group_in_one_line(variable: str, line
     with running(head):
         children = wait_until(lambda: len(found := head.children()) == 2 and found, description="ranks")
         assert head.ends() == 2
-        assert len(head.lines()) == 1 and re.fullmatch(line, head.lines()[0])
+        assert len(head.lines()) == 1 and re.fullmatch(line, head.lines()[0]), head.lines()
         wait_until(lambda: are_gone(children), description="no rank is left")
 
 
@@ -221,7 +223,7 @@ def test_ranks_on_two_hosts_end_when_they_are_cut_off_from_each_other(tmp_path: 
             (head, rf"rank 1 of 2 \(pid {other.process.pid}\)"),
             (other, rf"of rank 1: the group ends reason='rank 0 of 2 \(pid {head.process.pid}\)"),
         ):
-            assert re.search(rf"{line} has been silent for 1\.\d s: it is stopped, or cut off \(--group-timeout-s 1\)", rank.lines()[-1])
+            assert re.search(rf"{line} has been silent for \d\.\d s: it is stopped, or cut off \(--group-timeout-s 2\)", rank.lines()[-1])
     wire.close()
 
 
@@ -335,6 +337,13 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_can_not_be_run_is_said(tmp_path: Path) -> None:
-    code = "from services.compute.group.launch import *; open_group(ComputeSettings(tensor_parallel_size=2), ['false'])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr.splitlines()
-    assert re.search(r"StartupError: rank 1 of 2 \(pid \d+\) died while it started: exit code 1$", said[-1])
+    begin = "from services.compute.group.launch import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
+    for command, code, line in (
+        ("['sh', '-c', 'exit 2']", 2, r"penstock: rank 1 of 2 \(pid \d+\) died while it started: exit code 2"),
+        ("['sh', '-c', 'kill -9 $$']", 1, r"the group ends reason='rank 1 of 2 \(pid \d+\) died while it started: signal 9 \(SIGKILL\)'"),
+        ("['/nowhere']", 2, r"penstock: rank 1 of 2 can't be started: .*No such file or directory.*"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", f"{begin} run_stage(lambda: open_group(settings, {command}))"], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == code and re.fullmatch(line, ended.stderr.strip()), ended.stderr

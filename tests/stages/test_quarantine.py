@@ -16,7 +16,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import BlockTable, Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.model.vision.images import Image, PromptImage
 from shared.wire.messages import TokenizedRequest
@@ -106,7 +106,7 @@ class Life:
 
 def again(each: Sequence) -> Sequence:
     return replace(
-        each, token_ids=list(each.token_ids), num_computed_tokens=0, block_table=[], block_hashes=[], num_committed_blocks=0, num_shared_blocks=0,
+        each, token_ids=list(each.token_ids), num_computed_tokens=0, block_table=BlockTable(), block_hashes=[], num_committed_blocks=0, num_shared_blocks=0,
         has_shared_tail=False, has_begun=False,
     )  # fmt: skip
 

@@ -262,7 +262,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compute(self, batch: ScheduledBatch) -> None:
         """The model's work on the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
         read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
-        assert len({target for _, target in batch.block_copies}) == len(batch.block_copies)
+        targets = [target for _, target in batch.block_copies]
+        assert len(set(targets)) == len(targets)
+        assert all(source not in targets[:number] for number, (source, _) in enumerate(batch.block_copies)), "reads what a copy before it has written"
         for (_, target), values in zip(batch.block_copies, read, strict=True):
             self.content.update({target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None})
         written = set()

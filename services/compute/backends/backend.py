@@ -63,20 +63,9 @@ class GroupedExperts(Protocol):
     """A mixture's experts, or a range of them, in launches that take all: the host need not know how
     many rows each gets. Numbers of experts are those of the whole mixture."""
 
-    def choose(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and their weights: models/moe.py's choose_experts; equal logits by
-        rising number. logits: [T, experts] float32, of a `Linear.logits`."""
-        ...
-
     def run(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row's results of its experts, [T, num_active, hidden]. x: [T, hidden]; chosen: [T,
-        num_active] int64. Results of experts that are not in the range are not written."""
-        ...
-
-    def add(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
-        """The weighted sum of the results, in float32, the first expert's first; with has_residual, x is
-        added. shared: another expert's results, [T, hidden], and the scores whose sigmoid they are
-        weighted by, [T, 1] float32. Returns [T, hidden]."""
+        num_active] int64. Results of experts that are not in the range are 0."""
         ...
 
 
@@ -170,6 +159,22 @@ class RowMath(Protocol):
         """x + multiplier * norm(h), x and h [T, hidden]. Returns [T, hidden]."""
         ...
 
+    def choose_experts(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+        """The experts of each row, the highest first, and their weights. logits: [T, experts] float32, of
+        a `Linear.logits`. Returns [T, num_active] int64 and float32.
+
+        The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024,
+        section 2.1, chooses first: after normalization that is the same). The sum has a fixed order.
+        """
+        ...
+
+    def add_experts(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+        """The weighted sum of experts' results, in float32, a row's first expert's first; with
+        has_residual, x is added. results: [T, num_active, hidden]; weights: [T, num_active] float32;
+        shared: the results of the expert that all rows have, [T, hidden], and the scores whose sigmoid
+        they are weighted by, [T, 1] float32. Returns [T, hidden]."""
+        ...
+
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
         """multiplier * logits, and then cap * tanh(it / cap) if there is a cap. logits: [R, vocab]
         float32, overwritten."""
@@ -233,6 +238,12 @@ class RunningSearch(Protocol):
 
 class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
+
+    def ban(self, logits: Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        """Add minus infinity to the logits that masks leave out, in place: a NaN stays one, so that its
+        row still fails. rows: [n] int64; masks: of each, [whole words of 32 bits] uint8, bit i of byte b
+        for token 8 b + i. Does not wait for the device."""
+        ...
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> RunningSearch:
         """Begin the search, and do not wait for the device. The logits stay as they are until it is
@@ -317,13 +328,15 @@ class Backend(Protocol):
         ...
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> Linear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,
+    ) -> Linear:  # fmt: skip
         """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
         gate, and the result reference.gated's, with one of its ACTIVATIONS.
 
         quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not
-        kept; group: inputs that share a scale, with four bits. Raises StartupError for a
+        kept; group: inputs that share a scale, with four bits; whole_n: of the whole layer, where the
+        matrix is a rank's part of it. Raises StartupError for a
         quantization that can't run here.
         """
         ...
@@ -362,6 +375,11 @@ class Backend(Protocol):
 
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
         """A layer's cache, [2, num_blocks, ...] of keys and of values, zeros."""
+        ...
+
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), of make_kv_layer's caches of one shape, one after the other. None
+        is copied from after it was copied to."""
         ...
 
     def workspace(self, step: LargestStep) -> Workspace:

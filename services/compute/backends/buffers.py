@@ -2,13 +2,17 @@
 so that a pass can be recorded once and run again."""
 
 import math
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.compute.host_memory import mapped_zeros
 from shared.model.arrays import Array
+
+ALIGNMENT = 16  # bytes: by it kernels are compiled once more for what begins elsewhere
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
@@ -16,6 +20,17 @@ def to_device(values: Array, device: torch.device) -> Tensor:
     runs there; on a CPU they stay where they are."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """Tensors of several arrays' numbers, as to_device makes them, in one copy."""
+    sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays]
+    held = np.zeros(sum(sizes), np.uint8)
+    starts = list(accumulate(sizes, initial=0))
+    for each, start in zip(arrays, starts, strict=False):
+        held[start : start + each.nbytes].view(each.dtype)[:] = each.ravel()
+    there = to_device(held, device)
+    return [there[start : start + each.nbytes].view(getattr(torch, each.dtype.name)).view(each.shape) for each, start in zip(arrays, starts, strict=False)]
 
 
 def ensure_works(device: torch.device) -> None:

@@ -36,6 +36,7 @@ class KVCache:
     def __init__(self, config: CacheShape, backend: Backend, *, num_blocks: int, block_size: int, group: int = 0) -> None:
         """group: dimensions that share a scale in a cache of int8; 0: a cache of the backend's
         dtype."""
+        self.backend = backend
         self.num_blocks = num_blocks
         self.block_size = block_size
         heads, head_dim = config.num_kv_heads, config.head_dim
@@ -43,11 +44,9 @@ class KVCache:
         self.layers = [backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group) for _ in range(config.num_layers)]
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy blocks, (from, to). All are read before any is written: a block that is copied from
-        may be copied to as well."""
-        sources, targets = to_device(np.array(block_copies, np.int64), self.layers[0].device).unbind(1)
-        for layer in self.layers:
-            layer[:, targets] = layer[:, sources]
+        """Copy blocks, (from, to), one after the other: a block that is copied from may be copied
+        to later."""
+        self.backend.copy_blocks(self.layers, block_copies)
 
     @property
     def block_bytes(self) -> list[int]:

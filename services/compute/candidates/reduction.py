@@ -24,14 +24,14 @@ from services.compute.backends.buffers import ensure_works, to_device
 from services.compute.candidates.chain import NOT_FINITE, truncate
 from services.compute.candidates.constraints import Masks
 from services.compute.candidates.draw import draw
-from services.compute.candidates.dry import dry_penalties
+from services.compute.candidates.edits import RowEdits, apply_edits, edits_of
 from services.compute.candidates.failures import error_of
-from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
+from services.compute.candidates.row_mask import bits_of
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model.arrays import Array
 from shared.model.decision import pick
-from shared.model.sampling_params import ChainParams, SamplingParams
+from shared.model.sampling_params import SamplingParams
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError
 
@@ -56,6 +56,10 @@ class EditedRow:
     # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
     logsumexp: float | None = None
     temperature: float = REQUESTS_OWN
+
+    @property
+    def has_chain(self) -> bool:
+        return self.params.chain is not None and self.params.chain.is_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +122,22 @@ def begin_reduction(logits: torch.Tensor, prefixes: list[Prefix], search: RowSea
     Does not wait for the device, but where llama.cpp's chain looks at a whole row.
     """
     failures: dict[RowKey, RequestError] = {}
-    edited: list[EditedRow] = []
-    good: list[int] = []
+    edits: dict[int, RowEdits] = {}
     for row, prefix in enumerate(prefixes):
         key = prefix.key
         if key in masks.late:
             continue
         mask, failure = masks.by_row.get(key), masks.failures.get(key)
-        if failure := failure or failure_of(lambda: edited.append(edit(logits[row], prefix, search, mask)), logits.device):  # noqa: B023
+        if failure := failure or failure_of(lambda: edits.update({row: edits_of(prefix, mask, logits.shape[1])}), logits.device):  # noqa: B023
             failures[key] = failure
-        else:
-            good.append(row)
-    if len(good) < len(prefixes):
-        logits = logits[to_device(np.array(good, np.int64), logits.device)]
-    wanted = wanted_of(edited, logits.shape[1])
-    return Reduction(logits, edited, wanted, search.start(logits, wanted), search, failures)
+    apply_edits(logits, edits, search)
+    edited = {row: EditedRow(prefix := prefixes[row], prefix.previous_token_id, prefix.sequence.params) for row in edits}
+    if any(each.has_chain for each in edited.values()):
+        failures |= apply_chains(logits, edited, search)
+    if len(edited) < len(prefixes):
+        logits = logits[to_device(np.array(list(edited), np.int64), logits.device)]
+    wanted = wanted_of(list(edited.values()), logits.shape[1])
+    return Reduction(logits, list(edited.values()), wanted, search.start(logits, wanted), search, failures)
 
 
 def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestError | None:
@@ -204,47 +209,30 @@ def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRe
     )  # fmt: skip
 
 
-def edit(row: torch.Tensor, prefix: Prefix, search: RowSearch, grammar_mask: Array | None = None) -> EditedRow:
-    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then
-    DRY, then what is not allowed, then llama.cpp's chain. Raises Invalid if nothing is allowed.
-
-    Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and
-    presence: over the output, as OpenAI defines them.
-    """
-    sequence, num_tokens = prefix.sequence, prefix.num_tokens
-    params = sequence.params
-    if params.edits_logits:
-        if params.repetition_penalty != 1.0:
-            seen = to_device(sequence.seen_counts(num_tokens).token_ids.copy(), row.device)
-            values = row[seen]
-            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        if (params.frequency_penalty or params.presence_penalty) and prefix.num_output_tokens:
-            counts = sequence.output_counts(num_tokens)
-            used, times = to_device(counts.token_ids.copy(), row.device), to_device(counts.times.copy(), row.device)
-            row[used] -= params.frequency_penalty * times + params.presence_penalty
-        if params.logit_bias:
-            biased = to_device(np.array(list(params.logit_bias), np.int64), row.device)
-            row[biased] += to_device(np.array(list(params.logit_bias.values()), np.float32), row.device)
-    if params.dry is not None and params.dry.multiplier > 0.0:
-        repeating, penalties = dry_penalties(sequence.history(num_tokens), params.dry, sequence.dry_breakers)
-        row[to_device(repeating, row.device)] -= to_device(penalties, row.device)
-    mask = allowed_tokens(prefix, grammar_mask, len(row))
-    if mask is not None:
-        apply_mask(row, mask)
-    elif banned := banned_tokens(prefix):
-        row[to_device(np.array(banned, np.int64), row.device)] = -torch.inf
-    edited = EditedRow(prefix, prefix.previous_token_id, params)
-    return chained(row, edited, params.chain, search) if params.chain is not None and params.chain.is_on else edited
-
-
-def chained(row: torch.Tensor, edited: EditedRow, chain: ChainParams, search: RowSearch) -> EditedRow:
-    """Ban what llama.cpp's chain takes away from a row [vocab]."""
-    params, numbers = edited.params, row.cpu().numpy()
-    dropped, temperature = truncate(numbers, params, chain, edited.prefix.position)
-    logsumexp = None
-    if params.logprobs is not None:
-        largest = numbers.max()
-        logsumexp = float(largest + np.log(search.total_masses(row[None], np.zeros(1, np.int64), largest[None], np.ones(1, np.float32))[0]))
-    row[to_device(dropped, row.device)] = -torch.inf
-    own = temperature if chain.dynatemp_range else REQUESTS_OWN
-    return replace(edited, params=replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), logsumexp=logsumexp, temperature=own)
+def apply_chains(logits: torch.Tensor, edited: dict[int, EditedRow], search: RowSearch) -> dict[RowKey, RequestError]:
+    """Ban what llama.cpp's chain takes away from rows of logits [R, vocab], in place, and say so in
+    `edited`, by row. Rows that fail are taken out of it: their errors are returned."""
+    rows = np.array([row for row, each in edited.items() if each.has_chain], np.int64)
+    numbers = dict(zip(rows.tolist(), logits[to_device(rows, logits.device)].cpu().numpy(), strict=True))
+    found: dict[int, tuple[Array, float]] = {}
+    failures: dict[RowKey, RequestError] = {}
+    for row, values in numbers.items():
+        prefix, params = edited[row].prefix, edited[row].params
+        assert params.chain is not None
+        chain = params.chain
+        if failure := failure_of(lambda: found.update({row: truncate(values, params, chain, prefix.position)}), logits.device):  # noqa: B023
+            failures[prefix.key] = failure
+            del edited[row]
+    scored = np.array([row for row in found if edited[row].params.logprobs is not None], np.int64)
+    if len(scored):
+        largest = np.array([numbers[row].max() for row in scored.tolist()], np.float32)
+        masses = search.total_masses(logits, scored, largest, np.ones(len(scored), np.float32))
+        for row, logsumexp in zip(scored.tolist(), (largest + np.log(masses)).tolist(), strict=True):
+            edited[row].logsumexp = logsumexp
+    for row, (_, temperature) in found.items():
+        own = edited[row].params.chain
+        edited[row].temperature = temperature if own is not None and own.dynatemp_range else REQUESTS_OWN
+        edited[row].params = replace(edited[row].params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    if found:
+        search.ban(logits, np.array(list(found), np.int64), [bits_of(np.flatnonzero(~dropped), logits.shape[1]) for dropped, _ in found.values()])
+    return failures

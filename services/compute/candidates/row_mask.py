@@ -1,5 +1,4 @@
-"""The tokens that a request allows next, as a bit for each token of the vocabulary, and a row of
-logits without the others.
+"""The tokens that a request allows next, as a bit for each token of the vocabulary.
 
 A grammar's mask is what its matcher says, with these rules about ends. An end token (of the model,
 or one of stop_token_ids) is allowed where the grammar accepts. min_tokens and ignore_eos keep end
@@ -8,16 +7,10 @@ tokens out of what is left; where nothing is left, the request contradicts itsel
 """
 
 import numpy as np
-import torch
 
-from services.compute.backends.buffers import to_device
 from services.compute.sequence import Prefix
 from shared.model.arrays import Array
 from shared.process.errors import Invalid
-
-_IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
-# [256, 8]: what a byte of the mask adds to its eight logits
-TERMS = np.where(_IS_SET, np.float32(0), np.float32(-np.inf))
 
 
 def num_bytes(vocab_size: int) -> int:
@@ -79,19 +72,3 @@ def bits_of(token_ids: Array, vocab_size: int) -> Array:
     is_in[token_ids] = True
     mask: Array = np.packbits(is_in, bitorder="little")
     return mask
-
-
-def apply_mask(row: torch.Tensor, mask: Array) -> None:
-    """Adds -inf to the logits that the mask leaves out, in place. row: [vocab] float32. A NaN stays
-    one, so that its row still fails."""
-    if row.device.type == "cpu":
-        numbers = row.numpy()
-        numbers += TERMS.take(mask, axis=0).ravel()[: len(numbers)]
-    else:
-        apply_on_device(row, mask)
-
-
-def apply_on_device(row: torch.Tensor, mask: Array) -> None:
-    """Add the mask to a row that is not the host's: the mask's bits cross, not its terms."""
-    terms = to_device(TERMS, row.device)
-    row += terms[to_device(mask, row.device).long()].view(-1)[: len(row)]

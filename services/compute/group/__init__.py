@@ -5,7 +5,8 @@ The head:
 
     group = open_group(settings)              # None where there is one rank only
     with group:                               # an error in here tells the others, and ends them
-        group.memory_fd, group.num_threads    # memory of all ranks, where they are on one host; the head sizes it
+        group.memory_fd                       # memory of all ranks, where they are on one host; the head sizes it
+        group.num_threads                     # in the place of settings.num_threads: this rank's cores
         ...                                   # load
         group.identify(Loaded(fingerprint, arithmetic))   # StartupError if a rank computes otherwise
         group.send(RunStep(batch))            # to all, in order

@@ -2,6 +2,8 @@
 
 import socket
 import struct
+import time
+from contextlib import suppress
 from typing import Any
 
 from services.compute.group.commands import decode, encode
@@ -22,9 +24,20 @@ class Channel:
     def send_encoded(self, encoded: bytes) -> None:
         send_frame(self.connection, encoded)
 
-    def receive(self) -> Any:
-        """Wait for the next message. Raises EOFError where none will come, OSError, or Invalid."""
+    def receive(self, busy_s: float = 0.0) -> Any:
+        """Wait for the next message, awake for busy_s: who sleeps takes some tens of microseconds to
+        wake up. Raises EOFError where none will come, OSError, or Invalid."""
+        await_awake(self.connection, busy_s)
         return decode(receive_frame(self.connection))
+
+
+def await_awake(connection: socket.socket, busy_s: float) -> None:
+    """Return when there is something to read, or after that time."""
+    until = time.perf_counter() + busy_s
+    while time.perf_counter() < until:
+        with suppress(BlockingIOError):
+            connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return
 
 
 def send_frame(connection: socket.socket, data: bytes) -> None:

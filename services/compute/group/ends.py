@@ -17,6 +17,7 @@ from shared.process.errors import Invalid, PenstockError, StartupError
 from shared.process.settings import ComputeSettings
 
 CLOSE_S = 5.0  # for the others, to end when the group is closed
+BUSY_S = 0.0005  # that a rank stays awake for the next command: while requests run it comes sooner
 
 
 class End:
@@ -42,7 +43,7 @@ class End:
             return self._end()
         self._watch.stop()
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
-        self._watch.tell("fails", reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
+        self._watch.part(reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
         self._end()
         if isinstance(error, StartupError) and self.peers[0].is_parent:
             sys.exit(STARTUP_ERROR)  # the head says it, to the same terminal
@@ -66,9 +67,9 @@ class End:
         except OSError as error:
             self._watch.await_end(peer, error)
 
-    def _receive(self, peer: Peer) -> Any:
+    def _receive(self, peer: Peer, busy_s: float = 0.0) -> Any:
         try:
-            return peer.channel.receive()
+            return peer.channel.receive(busy_s)
         except (EOFError, OSError, Invalid) as error:
             self._watch.await_end(peer, error)
 
@@ -104,6 +105,7 @@ class Group(End):
         deadline = time.monotonic() + CLOSE_S
         for peer in self.peers:
             with suppress(OSError):
+                peer.channel.connection.settimeout(CLOSE_S)
                 peer.channel.send(Close())
         for peer in self.peers:
             with suppress(EOFError, OSError, Invalid, subprocess.TimeoutExpired):
@@ -111,7 +113,8 @@ class Group(End):
                     peer.process.wait(max(0.0, deadline - time.monotonic()))
                 else:
                     peer.channel.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                    peer.channel.receive()
+                    while peer.channel.receive():  # answers that nobody asked for, up to the end
+                        pass
         self._end()
 
 
@@ -134,7 +137,7 @@ class Member(End):
         """The head's commands, until it closes the group. One that is not carried out within
         step_timeout_s, when the next is asked for, ends the group."""
         self._watch.step_timeout_s = step_timeout_s
-        while not isinstance(command := self._receive(self._head), Close):
+        while not isinstance(command := self._receive(self._head, BUSY_S), Close):
             self._watch.busy = time.monotonic(), type(command).__name__
             yield command
             self._watch.busy = None

@@ -20,12 +20,16 @@ from services.compute.group.channel import Channel
 from services.compute.group.cores import divide_cores, pin
 from services.compute.group.identity import Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.group.peer import Peer, name_of
+from services.compute.group.watch import STARTUP_ERROR
 from shared.process.errors import Invalid, StartupError
 from shared.process.settings import ComputeSettings, environment_of
+from shared.process.telemetry import get_logger
+
+log = get_logger("penstock.compute")
 
 HANDLE = "PENSTOCK_GROUP_HANDLE"  # in the environment of a rank that rank 0 started: a Handle, as JSON
-LIBC = ctypes.CDLL(None)
 PARENT_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
+LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def _start(settings: ComputeSettings, command: Sequence[str], rank: int, memory_
         environment["PENSTOCK_NUM_THREADS"] = str(settings.num_threads or max(1, len(cores)))
         inherited = (handle.commands, handle.watch, handle.memory)
         try:
-            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         except OSError as error:
             ours.close()
             watch.close()
@@ -96,8 +100,8 @@ def _start(settings: ComputeSettings, command: Sequence[str], rank: int, memory_
     return Peer(rank, settings.num_ranks, socket.gethostname(), process.pid, Channel(ours), watch, process)
 
 
-def _die_with_parent() -> None:
-    """In the new process, before its program: so none is left that still imports when rank 0 dies."""
+def die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -112,7 +116,11 @@ def _await_hello(peer: Peer, ours: Hello, deadline: float) -> None:
     except TimeoutError:
         raise StartupError(f"{peer} has not come up within --group-wait-s") from None
     except (EOFError, OSError, Invalid):
-        raise StartupError(f"{peer} died while it started: {peer.why_it_died()}") from None
+        reason = f"{peer} died while it started: {peer.why_it_died()}"
+        if peer.process is not None and peer.process.returncode == STARTUP_ERROR:
+            raise StartupError(reason) from None
+        log.error("the group ends", reason=reason)
+        sys.exit(1)  # another start may go well
     if refusal:
         raise StartupError(refusal)
     connection.settimeout(None)

@@ -25,6 +25,7 @@ from shared.wire.stage import STOP_TIMEOUT_S
 log = get_logger("penstock.compute")
 
 BEAT_S = 0.5
+FAREWELL_S = 1.0  # for a peer to read why the group ends
 LOST_S = 5.0  # within which a lost connection is understood
 STARTUP_ERROR = 2  # exit code: starting again will not help
 Kind = Literal["lives", "fails", "leaves"]
@@ -38,7 +39,7 @@ class Watch(threading.Thread):
         self.timeout_s = timeout_s
         self.busy: tuple[float, str] | None = None  # monotonic, s: since when the main thread carries a command out, and its name
         self.step_timeout_s: float | None = None  # how long that may take
-        self._is_stopped = False
+        self._is_ended = False
         self._stops_at: float | None = None  # monotonic, s: it has been told to stop, and waits for the head until then
         self._lock = threading.Lock()  # a watch that was stopped ends no process
         self._wakes, self._wake = socket.socketpair()
@@ -56,7 +57,7 @@ class Watch(threading.Thread):
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         beat_at = looked_at = time.monotonic()
-        while not self._is_stopped:
+        while not self._is_ended:
             now = time.monotonic()
             if now - looked_at > BEAT_S + self.timeout_s / 2:  # this process was stopped: it has not read what the others said
                 for peer in self.peers:
@@ -106,10 +107,23 @@ class Watch(threading.Thread):
                 with suppress(OSError):
                     peer.watch.send(sign, socket.MSG_DONTWAIT)
 
+    def part(self, reason: str, code: int, but: Peer | None = None) -> None:
+        """Tell all peers, but for one, why the group ends; and wait a moment, until those of other hosts
+        have read it: TCP forgets what it has not delivered if an end closes with bytes unread."""
+        self.tell("fails", reason, code, but)
+        deadline = time.monotonic() + FAREWELL_S
+        for peer in self.peers:
+            if peer is not but and peer.process is None and not peer.is_parent:
+                with suppress(OSError):
+                    peer.watch.shutdown(socket.SHUT_WR)
+                    peer.watch.settimeout(FAREWELL_S)
+                    while time.monotonic() < deadline and peer.watch.recv(1 << 16):
+                        pass
+
     def fail(self, reason: str) -> NoReturn:
         """End the group because of this rank."""
-        self.tell("fails", reason, 1)
         log.error("this rank ends its group", reason=reason)
+        self.part(reason, 1)
         self._exit(1)
 
     def leave(self) -> None:
@@ -121,9 +135,9 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """From now on a peer may end. Safe to call twice."""
         with self._lock:
-            if self._is_stopped:
+            if self._is_ended:
                 return
-            self._is_stopped = True
+            self._is_ended = True
         self._wake.send(b"\0")
         if self.is_alive():
             self.join()
@@ -133,11 +147,11 @@ class Watch(threading.Thread):
     def _end(self, reason: str, code: int = 1, of: Peer | None = None) -> None:
         """of: the peer that gave the reason."""
         with self._lock:
-            if self._is_stopped:
+            if self._is_ended:
                 return
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)
-            self.tell("fails", reason, code, but=of)
+            self.part(reason, code, but=of)
             if of is not None:
                 of.await_end()  # it may have a traceback to write
             self._exit(code)

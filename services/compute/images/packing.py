@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shared.process.errors import Invalid
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def pack(found: Tensor | Invalid) -> bytes:

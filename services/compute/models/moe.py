@@ -85,31 +85,12 @@ class MoeMlp:
         has_residual, x is added. Returns [T, hidden]."""
         # once, for all that read it
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        if self.grouped is not None:
-            return self._run_grouped(self.grouped, x, normed, has_residual=has_residual)
-        chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
-        total = add_experts(x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32), self.experts, normed, chosen, weights)
-        if self.shared is not None:
-            score = sigmoid(self.shared.gate.logits(normed))
-            total = total + score * self.shared.expert.down(self.shared.expert.gate_up(normed)).float()
-        return total.to(x.dtype)
-
-    def _run_grouped(self, grouped: GroupedExperts, x: Tensor, normed: Tensor, *, has_residual: bool) -> Tensor:
-        """The same, without a question to the device."""
-        chosen, weights = grouped.choose(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
-        results, shared = grouped.run(normed, chosen), None
+        chosen, weights = self.row_math.choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        results = run_experts(self.experts, normed, chosen) if self.grouped is None else self.grouped.run(normed, chosen)
+        shared = None
         if self.shared is not None:
             shared = self.shared.expert.down(self.shared.expert.gate_up(normed)), self.shared.gate.logits(normed)
-        return grouped.add(x, results, weights, shared=shared, has_residual=has_residual)
-
-
-def add_experts(total: Tensor, experts: Sequence[Expert], x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """total, [T, hidden] float32, and the weighted results of each row's experts. x: [T, hidden];
-    chosen, weights: [T, num_active] int64 and float32. Returns [T, hidden] float32."""
-    results = run_experts(experts, x, chosen)
-    for rank in range(chosen.shape[1]):
-        total = total + weights[:, rank, None] * results[:, rank].float()
-    return total
+        return self.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
 
 
 def run_experts(experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> Tensor:
@@ -125,25 +106,3 @@ def run_experts(experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> Tensor:
     results = torch.empty_like(rows)
     results[order] = torch.cat(outputs)
     return results.view(*chosen.shape, -1)
-
-
-def choose_experts(logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token, the highest first, and their weights. logits: [T, experts]
-    float32. Returns [T, num_active] int64 and float32.
-
-    The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024,
-    section 2.1, chooses first: after normalization that is the same). The sum has a fixed order.
-    """
-    weights, chosen = logits.softmax(-1).topk(num_active)
-    if has_normalized_weights:
-        total = weights[:, 0]
-        for rank in range(1, num_active):
-            total = total + weights[:, rank]
-        weights = weights / total[:, None]
-    return chosen, weights
-
-
-def sigmoid(scores: Tensor) -> Tensor:
-    """The sigmoid of [T, 1], as the softmax of each score and 0: torch's own takes other
-    instructions for the last few of many than for the others."""
-    return torch.cat([scores, torch.zeros_like(scores)], dim=1).softmax(-1)[:, :1]

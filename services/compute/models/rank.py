@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, RowMath
+from services.compute.backends.backend import Backend, GroupedExperts, LayerWeights, Linear, Mlp, RowMath
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, GatheredLinear, GatheredMlp
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import ModelWeights
-from services.compute.models.moe import Expert, choose_experts, sigmoid
+from services.compute.models.moe import Expert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
 from services.compute.parallel.ranks import Cut, Ranks
 from services.compute.parallel.share import Share
@@ -71,6 +71,7 @@ class GatheredMixture:
     row_math: RowMath
     router: Linear  # whole
     experts: tuple[Expert, ...]  # this rank's
+    grouped: GroupedExperts | None  # the same as one, where the backend can
     numbers: tuple[range, ...]  # of each rank's experts
     num_active: int
     has_normalized_weights: bool
@@ -90,16 +91,12 @@ class GatheredMixture:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
-        total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
-        results = self.run_experts(normed, chosen)
-        for rank in range(self.num_active):
-            total = total + weights[:, rank, None] * results[:, rank].float()
+        chosen, weights = self.row_math.choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        results, shared = self.run_experts(normed, chosen), None
         if self.shared is not None:
             assert self.shared_gate is not None
-            score = sigmoid(self.shared_gate.logits(normed))
-            total = total + score * self.shared(normed, norm=None, eps=eps, has_residual=False).float()
-        return total.to(x.dtype)
+            shared = self.shared(normed, norm=None, eps=eps, has_residual=False), self.shared_gate.logits(normed)
+        return self.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
 
     def run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row's results of its experts, [T, num_active, hidden]. chosen: [T, num_active] int64. In
@@ -107,12 +104,15 @@ class GatheredMixture:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         starts = [0, *flat.bincount(minlength=self.numbers[-1].stop).cumsum(0).tolist()]
-        rows, outputs = x[order // self.num_active], []
-        for number, expert in zip(self.numbers[self.ranks.share.rank], self.experts, strict=True):
-            if starts[number] < starts[number + 1]:
-                outputs.append(expert.down(expert.gate_up(rows[starts[number] : starts[number + 1]])))
-        part = torch.cat([rows[:0], *outputs])
-        results = torch.empty_like(rows)
+        own = self.numbers[self.ranks.share.rank]
+        if self.grouped is not None:
+            part = self.grouped.run(x, chosen).flatten(0, 1)[order[starts[own.start] : starts[own.stop]]]
+        else:
+            rows = x[order[starts[own.start] : starts[own.stop]] // self.num_active]
+            cuts = [count - starts[own.start] for count in starts[own.start : own.stop + 1]]
+            outputs = [each.down(each.gate_up(rows[first:last])) for each, first, last in zip(self.experts, cuts[:-1], cuts[1:], strict=True) if first < last]
+            part = torch.cat([x[:0], *outputs])
+        results = x.new_empty((len(flat), x.shape[1]))
         results[order] = self.ranks.gather(part, [range(starts[each.start], starts[each.stop]) for each in self.numbers], dim=0)
         return results.view(*chosen.shape, -1)
 
@@ -121,7 +121,8 @@ def mixture_of_rank(parts: MixtureParts, config: ModelConfig, backend: Backend, 
     moe, share = config.moe, cut.ranks.share
     assert moe is not None
     shared = None if parts.shared is None else mlp_of_rank(parts.shared, cut, share.parts(moe.shared_intermediate_size))
+    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.experts], moe.num_experts, parts.numbers.start)
     return GatheredMixture(
-        cut.ranks, backend.row_math, parts.router, parts.experts, share.parts(moe.num_experts, unit=1), moe.num_active, moe.has_normalized_weights,
-        shared, parts.shared_gate,
+        cut.ranks, backend.row_math, parts.router, parts.experts, grouped, share.parts(moe.num_experts, unit=1), moe.num_active,
+        moe.has_normalized_weights, shared, parts.shared_gate,
     )  # fmt: skip

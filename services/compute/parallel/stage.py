@@ -30,7 +30,7 @@ class Stage:
         return max(number, min(fair, num_layers - self.count + number)) if number else 0
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor | None:
-        """What the stage before has made of a step's tokens, [tokens, hidden]."""
+        """Receive what the stage before has made of a step's tokens, [tokens, hidden]."""
         return None if self.pipe is None else self.pipe.receive((num_tokens, hidden_size), dtype).wait()
 
     def pass_on(self, x: Tensor, rows: Tensor) -> "Tensor | Returning":

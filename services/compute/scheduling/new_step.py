@@ -48,7 +48,7 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
         return segment_row(sequence, layout, token_ids, first, sampled)
     sequence.num_computed_tokens = last
     return BatchRow(
-        sequence.handle, token_ids, first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
+        sequence.handle, token_ids, first, sequence.block_table.frozen, sampled, sequence.num_prompt_tokens,
         first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
         sequence.position_shift if first >= sequence.num_prompt_tokens else 0, images=sequence.images_in(first, last),
         sees_whole_images=sequence.sees_whole_images, positions=positions_of(sequence, first, last),
@@ -68,7 +68,8 @@ def positions_of(sequence: Sequence, first: int, last: int) -> tuple[tuple[int, 
 def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], first: int, sampled: range) -> BatchRow:
     """The row of some tokens of one segment, from the slot `first` on: its blocks are those of what
     the segment sees, then its own."""
-    number, size, table, lens = layout.at(first), layout.block_size, sequence.block_table, layout.block_lens
+    number, size, lens = layout.at(first), layout.block_size, layout.block_lens
+    table: list[int] = sequence.block_table
     start, end = layout.starts[number], -(-(first + len(token_ids)) // layout.block_size)
     own, num_seen = table[start // size : end], start
     if number < len(layout.segments) - 1:  # the last one sees all

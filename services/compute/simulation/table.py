@@ -19,7 +19,7 @@ TABLE_MODELS = ("llama-2-7b", "llama-3-8b", "llama-2-13b", "codellama-34b", "lla
 TABLE_HARDWARE = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g", "rtx4090-24g")
 TABLE_PRECISIONS = (("none", "auto"), ("w8a8", "int8"), ("w4", "int8"))
 NUM_CARDS = (1, 2, 4, 8)
-CALM = 0.7  # of the requests/s at full load, at which latencies are taken
+CALM, NUM_CALM = 0.7, 256  # of the requests/s at full load, at which latencies are taken, and of the first requests
 HEADS = ("card", "cards", "TP x PP", "weights", "KV", "KV cache, tokens", "tokens/s", "requests/s", "TTFT, ms", "TPOT, ms", "$ a million tokens")
 
 
@@ -82,7 +82,7 @@ def simulate_line(model: ModelShape, case: Case, requests: list[TraceRequest], l
         return None
     cost = Roofline(model, hardware, case.precision, case.group)
     seconds, _ = replay_alone([replace(each, arrived_at=0.0) for each in requests], cost, num_tokens, limits)
-    calm = with_rate(requests, CALM * len(requests) / seconds)
+    calm = with_rate(requests[:NUM_CALM], CALM * len(requests) / seconds)
     _, outcomes = replay_alone(calm, cost, num_tokens, limits)
     ttft, tpot = latencies(outcomes)
     num_output_tokens = sum(each.num_output_tokens for each in requests)

@@ -40,7 +40,7 @@ class Chain:
         """The tokens [first, last) of the sequence; they draw the next if they are the last."""
         sequence, num = self.sequence, last - first
         sampled = range(num - 1, num) if last == sequence.num_tokens else range(0)
-        return BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens)
+        return BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, sequence.block_table.frozen, sampled, sequence.num_prompt_tokens)
 
     def append(self, token_id: int) -> None:
         self.sequence.token_ids.append(token_id)

@@ -18,7 +18,7 @@ from services.compute.backends.backend import Backend, Linear
 from services.compute.backends.matrix import concatenate
 from services.compute.models.architectures import ACTIVATIONS
 from services.compute.models.decoder import Rows
-from services.compute.models.moe import Expert, add_experts
+from services.compute.models.moe import Expert, run_experts
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.source import EMBEDDING
 from shared.process.errors import StartupError
@@ -48,13 +48,16 @@ class KernelHead(KernelLinear):
 class KernelExperts(nn.Module):
     """A mixture's experts, each a backend's layers."""
 
-    def __init__(self, experts: list[Expert]) -> None:
+    def __init__(self, experts: list[Expert], backend: Backend) -> None:
         super().__init__()
         self.experts = experts
+        self.row_math = backend.row_math
+        self.grouped = backend.group_experts([(each.gate_up, each.down) for each in experts], len(experts))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x: [T, hidden]; chosen, weights: [T, num_active]. Returns [T, hidden]."""
-        return add_experts(torch.zeros_like(x, dtype=torch.float32), self.experts, x, chosen, weights.float()).to(x.dtype)
+        results = run_experts(self.experts, x, chosen) if self.grouped is None else self.grouped.run(x, chosen)
+        return self.row_math.add_experts(x, results, weights.float(), shared=None, has_residual=False)
 
 
 class FileEmbedding(nn.Module):
@@ -127,7 +130,7 @@ def exchange(name: str, module: nn.Module, source: GgufSource, backend: Backend,
         rows = source.embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
         return FileEmbedding(rows, getattr(module, "embed_scale", None))
     if {"gate_up_proj", "down_proj"} <= dict(module.named_parameters(recurse=False)).keys():
-        return KernelExperts(read_experts(name, module, source, backend, ACTIVATIONS[config.hidden_act]))
+        return KernelExperts(read_experts(name, module, source, backend, ACTIVATIONS[config.hidden_act]), backend)
     return None
 
 

@@ -144,10 +144,11 @@ class GgufSource:
         info, kind = self._find(name + "weight", shape)
         if not self._is_kept(kind):
             return Dense(self.dense(name + "weight", shape, rows))
-        # all of the matrix decides how MXFP4 is kept
-        size, is_decided = GGML_QUANT_SIZES[kind][1], kind != GGMLQuantizationType.MXFP4
-        data = self._rows(info, kind, name, rows if is_decided else None)
-        is_wide, data = has_wide_scales(data, kind, size), data if is_decided else take_rows(data, rows)
+        # all of a matrix decides whether float16 can hold its scales
+        size, is_judged = GGML_QUANT_SIZES[kind][1], kind == GGMLQuantizationType.MXFP4
+        data = self._rows(info, kind, name, None if is_judged else rows)
+        is_wide = has_wide_scales(data, kind, size)
+        data = take_rows(data, rows) if is_judged else data
         if is_wide:
             log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
             return Dense(self._dequantize(data, kind, (len(data), shape[1])).to(self.device))

@@ -2,7 +2,8 @@
 
 Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor
 is cast, packed and quantized as it is read, so the peak is the model in its final form plus the
-tensors of one layer. A rank's part of a layer is a layer of some of its outputs, and is made as the whole is.
+tensors of one layer. A rank's part of a layer is a layer of some of its outputs, and is made as
+the whole is.
 """
 
 from collections import Counter
@@ -269,7 +270,7 @@ class Loader:
         if not part:
             return None
         head = self.source.tied_head(embedding, shape, None if self.share.size == 1 else [part])
-        return self.backend.make_linear(head, quantization=self.packing.of_head, group=self.packing.group)
+        return self.backend.make_linear(head, quantization=self.packing.of_head, group=self.packing.group, whole_n=shape[0])
 
     def whole(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None = "none") -> Linear:
         """A layer of which every rank has all."""
@@ -311,7 +312,10 @@ class Loader:
         # where a backend has no layers of several forms, all of them are widened
         widened = [each for each in matrices if not isinstance(each, Dense)] if not self.backend.is_kept(joined) else []
         self.widened.update({str(each) for each in widened})
-        return self.backend.make_linear(joined, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation)
+        return self.backend.make_linear(
+            joined, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation,
+            whole_n=sum(shape[0] for shape in shapes),
+        )  # fmt: skip
 
     def restored(self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None) -> Linear:
         """A layer that is packed. rows: as linear's parts."""

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from bench.gpu.models import LoadedModel
 from services.compute.backends.backend import MassRequest, SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form
+from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form, Parts
 from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
@@ -51,6 +51,7 @@ SHARED_BYTES = {
     120: 99 << 10,
 }  # of a block: CUDA's programming guide, compute capabilities
 SHOWN = ("FORM", "FIRST", "GROUP", "ACTIVATION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "DIM", "KEYS", "IS_SPLIT", "KEPT")
+PRODUCTS = ("multiply", "multiply_part", "multiply_experts")
 FLOAT_FORMS = (Form.DENSE, Form.FLOAT8, Form.FLOAT8_BLOCKS)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -99,13 +100,14 @@ class Compiler:
             usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         registers, spilled = (re.findall(rf"{name}:(\d+)", usage)[-1] for name in ("REG", "STACK"))
         instruction = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in compiled.asm["ptx"]), "-")
-        if kernel.__name__ == "attend" or (kernel.__name__ == "multiply" and options["FORM"] in FLOAT_FORMS):
-            self.instructions[kernel.__name__, args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
-        if kernel.__name__ == "multiply":
+        if kernel.__name__ == "attend" or (kernel.__name__ in PRODUCTS and options["FORM"] in FLOAT_FORMS):
+            self.instructions["multiply" if kernel.__name__ in PRODUCTS else "attend", args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
+        if kernel.__name__ in ("multiply", "multiply_experts"):
+            residual = args[8] if kernel.__name__ == "multiply" else None
             elements = options["BLOCK_M"] * options["BLOCK_N"] / (32 * options["num_warps"])
-            given = (args[0].dtype, *(each is None for each in args[:10]), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
+            given = (args[0].dtype, *(each is None for each in (*args[:8], residual)), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
             depth = options["BLOCK_K"] if options["FORM"] == Form.FLOAT8_BLOCKS else None  # is the group
-            self.operations[*given, depth].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
+            self.operations[*given, depth, options.get("HAS_PARTS", False)].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
         is_fused = kernel.__name__ == "draw_tokens" and re.search(r"\b(add|sub|mul)\.f64 ", compiled.asm["ptx"]) is not None
@@ -129,17 +131,34 @@ def begins_with_zeros(ttir: str) -> bool:
 
 
 def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> None:
-    for layer in (backend.make_linear(matrix, quantization=quantization, is_gated=is_gated) for is_gated in (True, False)):
+    """As a wide layer, and as a narrow one with a program for each part, and with one for all."""
+    for is_gated, parts in itertools.product((True, False), (None, Parts(512, 1 << 20), Parts(512, 0))):
+        layer = backend.make_linear(matrix, quantization=quantization, is_gated=is_gated)
+        layer.parts = parts if backend.dtype != torch.float32 else None
         for rows in (1, 64, 512):
             x = torch.zeros(rows, 4096, dtype=backend.dtype)
             layer(x, norm=x[0].contiguous(), residual=torch.zeros(rows, layer.num_outputs, dtype=backend.dtype) if layer.activation is None else None)
     layer.logits(x)
 
 
+def launch_experts(backend: CudaBackend, quantization: str) -> None:
+    """A mixture's kernels, for few rows of an expert and for many."""
+
+    def make(*shape: int, is_gated: bool = False) -> CudaLinear:
+        return backend.make_linear(Dense(torch.randn(shape).to(backend.dtype)), quantization=quantization, is_gated=is_gated)
+
+    experts = backend.group_experts([(make(1536, 2048, is_gated=True), make(2048, 768)) for _ in range(2)], 2)
+    assert experts is not None
+    for rows in (1, 64, 512):
+        x = torch.zeros(rows, 2048, dtype=backend.dtype)
+        chosen, weights = backend.row_math.choose_experts(torch.zeros(rows, 2), 2, has_normalized_weights=True)
+        backend.row_math.add_experts(x, experts.run(x, chosen), weights, shared=(x, weights[:, :1]), has_residual=True)
+
+
 def launch_finish(layer: CudaLinear) -> None:
     """Launches what follows the vendor's product, which is not compiled here."""
     layer.vendor_from = 1
-    layer(torch.zeros(1, 4096).bfloat16(), residual=torch.zeros(1, layer.num_outputs).bfloat16() if layer.activation is None else None)
+    layer(torch.zeros(1, 4096, dtype=layer.dtype), residual=torch.zeros(1, layer.num_outputs, dtype=layer.dtype) if layer.activation is None else None)
 
 
 def launch_float8(backend: CudaBackend) -> None:
@@ -157,15 +176,16 @@ def launch_float8(backend: CudaBackend) -> None:
 
 def launch_all(capability: int) -> None:
     """Every kernel, in every form that the layers of real models ask for."""
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         backend, is_wide = CudaBackend(dtype, CPU), dtype == torch.float32
         backend.capability = (capability // 10, capability % 10)
         for quantization in ("none",) if is_wide else ("none", "w8a8", "w4", "nf4"):
             launch_layers(backend, Dense(torch.randn(512, 4096).to(dtype)), quantization)
+            launch_experts(backend, quantization)
         if not is_wide:
             launch_float8(backend)
             for quantization, is_gated in itertools.product(("none", "w8a8"), (True, False)):
-                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).bfloat16()), quantization=quantization, is_gated=is_gated))
+                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).to(dtype)), quantization=quantization, is_gated=is_gated))
         for dim, group in ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64)):
             try:
                 attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
@@ -174,9 +194,16 @@ def launch_all(capability: int) -> None:
                 continue
             kv, angles = backend.make_kv_layer(64, 16, 8, dim, group=group), torch.ones(71, dim // 2)
             inputs = AttentionInputs([1, 70], [300, 80], [tuple(range(50))] * 2, torch.arange(71), ((angles, angles),))
+            empty = torch.zeros(0, dtype=torch.int64)
             norm = torch.ones(dim, dtype=dtype)
-            for each in (inputs, replace(inputs, block_lens=[(16,) * 50] * 2), replace(inputs, last_seen=[299, *range(10, 80)])):
+            for each in (
+                inputs,
+                replace(inputs, slot_mapping=empty),
+                replace(inputs, block_lens=[(16,) * 50] * 2),
+                replace(inputs, last_seen=[299, *range(10, 80)]),
+            ):
                 attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(each, 16), window=None, norms=(norm, norm), eps=1e-6)
+        backend.copy_blocks([kv, kv], [(0, 1)])
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
@@ -184,6 +211,7 @@ def launch_all(capability: int) -> None:
     for k in (1, 64):
         wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), masses, masses)
         backend.row_search.start(logits, wanted)
+    backend.row_search.ban(logits, np.zeros(1, np.int64), [np.zeros(128_256 // 8, np.uint8)])
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 
@@ -210,6 +238,7 @@ def launch_server(compiler: Compiler) -> None:
                 table = tuple(range(256))
                 rows = [BatchRow(handle, (0,) * length, num_computed, table, range(length - 1, length)) for handle, length in enumerate(lens)]
                 batch = ScheduledBatch(tuple(rows), lens.count(1))
+                runner.kv_cache.copy_blocks(((1, 2), (2, 3)))
                 logits = runner.logits(batch, runner.run(batch))
                 for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
                     begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params).prefix() for row in rows], backend.row_search)

@@ -7,6 +7,9 @@ import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, Olmo2Config, Qwen2MoeConfig
 
 from bench.gpu.models import check_model
+from bench.gpu.recordings import check_recordings
+from services.compute import warm_up as warm_up_module
+from services.compute.backends.cuda import graphs as graphs_module
 from services.compute.backends.cuda.backend import CudaBackend
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.cuda.test_cuda_models import CONFIG, SIZES, check_drafts
@@ -49,3 +52,12 @@ def test_every_mode_keeps_its_bits(tmp_path: Path) -> None:
 def test_as_many_drafts_as_a_step_may_have_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference_model("llama", tmp_path, config=CONFIG)
     check_drafts(tmp_path, monkeypatch, longest=17)
+
+
+def test_a_server_makes_all_its_recordings_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of up to three sequences: of one, two and four tokens, with holes and without. As bench.gpu does it on a device, of 256."""
+    reference_model("llama", tmp_path, config=CONFIG)
+    for module in (graphs_module, warm_up_module):
+        monkeypatch.setattr(module, "MOST_TOKENS", 3)
+    check = check_recordings(tmp_path, CudaBackend(torch.bfloat16, CPU), max_num_seqs=3, max_batched_tokens=20, longest=600)
+    assert check.holds and check.num_recordings == 6

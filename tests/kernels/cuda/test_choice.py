@@ -1,7 +1,9 @@
 """Which device and backend a server gets, and what it says where there is none."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,8 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 34, 1 << 34))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     with pytest.raises(StartupError, match=r"^--device cuda: Tesla T4 has compute capability 7.5, the kernels need 8.0 \(Ampere\) or newer$"):
         choose.choose_device("cuda")
     assert choose.choose_device("auto").type == "cpu"
@@ -93,12 +97,12 @@ def test_a_server_on_a_gpu_begins_with_steps_of_every_kind(monkeypatch: pytest.M
     begun: list[list[int]] = []
     run = ModelRunner.run
 
-    def run_noted(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
+    def run_noted(runner: ModelRunner, batch: ScheduledBatch) -> Any:
         begun.append([row.num_tokens for row in batch.rows])
         return run(runner, batch)
 
     plain = engine_module.build_engine(settings, files)
-    monkeypatch.setattr(engine_module, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(engine_module, "choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(engine_module, "choose_backend", lambda *_, **__: plain.runner.model.backend)
     monkeypatch.setattr(ModelRunner, "run", run_noted)
     engine = engine_module.build_engine(settings, files)
@@ -136,3 +140,19 @@ def test_the_benchmark_says_in_one_line_that_there_is_no_gpu(tmp_path: Path) -> 
     assert forge.start("bench.gpu", environment, log).wait(120) == 2
     [line] = [line for line in log.read_text().splitlines() if line]
     assert line.startswith("no GPU can be used: ")
+
+
+def test_a_checkpoint_in_float16_stays_so_on_a_gpu_only() -> None:
+    files = open_model("demo")
+    half = replace(files, config=files.config | {"dtype": "float16"})
+    assert engine_module.choose_dtype("auto", half, torch.device("cuda")) == torch.float16
+    assert engine_module.choose_dtype("auto", half, CPU) == torch.bfloat16
+    assert engine_module.choose_dtype("float16", files, torch.device("cuda")) == torch.float16
+    with pytest.raises(StartupError, match=r"^--dtype float16 runs on a GPU only \(--device cuda\); a CPU takes bfloat16 or float32$"):
+        engine_module.choose_dtype("float16", files, CPU)
+
+
+def test_a_step_is_as_large_as_suits_the_device_where_nothing_is_said() -> None:
+    cuda, said = torch.device("cuda"), ComputeSettings(model="demo", max_num_seqs=7, max_batched_tokens=90)
+    found = [engine_module.choose_limits(settings, device) for settings in (ComputeSettings(model="demo"), said) for device in (CPU, cuda)]
+    assert [(each.max_num_seqs, each.max_batched_tokens) for each in found] == [(64, 512), (256, 2048), (7, 90), (7, 90)]

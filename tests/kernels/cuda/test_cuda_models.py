@@ -163,13 +163,3 @@ def test_no_step_moves_what_recordings_read(model: Path) -> None:
         row = BatchRow(0, (5,) * length, 0, tuple(range(20)), range(length - 1, length), target_ids=(5,) * (length - 1), first_target=1)
         runner.prepare(ScheduledBatch((row,), 0))
         assert backend.buffers.generation == generation
-
-
-def test_memory_is_set_aside_for_all_recordings(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device that has 1,000 bytes less after the largest, and 10 less after the next: eleven sizes, each with holes and without."""
-    backend, steps = CudaBackend(torch.bfloat16, CPU), list[LargestStep]()
-    monkeypatch.setattr(backend, "workspace", steps.append)
-    LoadedModel(model, backend).model.workspace(64, 8, 64)
-    monkeypatch.setattr(CudaStack, "run", lambda _self, x, *_: x)
-    left = iter((9000, 8000, 7990))
-    assert backend._recording_bytes(steps[0], lambda: next(left)) == 1000 + 21 * 10

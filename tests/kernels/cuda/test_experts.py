@@ -11,8 +11,8 @@ from bench.gpu.kernels import FORMS, make_matrix
 from services.compute.backends.backend import Linear
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.experts import CudaExperts
-from services.compute.models.moe import Expert, add_experts, choose_experts, run_experts, sigmoid
-from tests.kernels.backends import CPU
+from services.compute.models.moe import Expert, run_experts
+from tests.kernels.backends import CPU, FLOAT32
 
 EXPERTS, ACTIVE, HIDDEN, INTER = 3, 2, 40, 32
 
@@ -34,7 +34,7 @@ def group(backend: CudaBackend, pairs: list[tuple[Linear, Linear]], first: int =
 
 
 def rows_and_choice(dtype: torch.dtype, num_rows: int) -> tuple[Tensor, Tensor]:
-    return randn(num_rows, HIDDEN, seed=7).to(dtype), choose_experts(randn(num_rows, EXPERTS, seed=8), ACTIVE, has_normalized_weights=False)[0]
+    return randn(num_rows, HIDDEN, seed=7).to(dtype), FLOAT32.row_math.choose_experts(randn(num_rows, EXPERTS, seed=8), ACTIVE, has_normalized_weights=False)[0]
 
 
 @pytest.mark.sampled(5)
@@ -89,33 +89,29 @@ def test_tiles_hold_each_pair_of_the_range_once_and_in_order(chosen: list[int], 
 @pytest.mark.parametrize("is_normalized", [False, True])
 def test_the_choice_is_the_definitions_with_ties_by_number(is_normalized: bool) -> None:
     """Also of a row with a NaN, as padding may leave one: it gets some experts."""
-    backend = CudaBackend(torch.float32, CPU)
-    grouped = group(backend, make_experts(backend, "none")[1])
+    row_math = CudaBackend(torch.float32, CPU).row_math
     logits = randn(6, 11, seed=3) * 4
-    chosen, weights = grouped.choose(logits, 4, has_normalized_weights=is_normalized)
-    expected, expected_weights = choose_experts(logits, 4, has_normalized_weights=is_normalized)
+    chosen, weights = row_math.choose_experts(logits, 4, has_normalized_weights=is_normalized)
+    expected, expected_weights = FLOAT32.row_math.choose_experts(logits, 4, has_normalized_weights=is_normalized)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-6)
-    alone = grouped.choose(logits[2:3], 4, has_normalized_weights=is_normalized)
+    alone = row_math.choose_experts(logits[2:3], 4, has_normalized_weights=is_normalized)
     assert torch.equal(alone[0], chosen[2:3]) and torch.equal(alone[1], weights[2:3])
     ties = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [2.0, torch.nan, 2.0, 3.0, 0.0]])
-    chosen, weights = grouped.choose(ties, 4, has_normalized_weights=is_normalized)
+    chosen, weights = row_math.choose_experts(ties, 4, has_normalized_weights=is_normalized)
     assert chosen.tolist() == [[1, 2, 4, 0], [3, 0, 2, 4]]
     assert weights[0].isfinite().all() and weights[1].isnan().all()
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_the_weighted_sum_is_the_definitions(has_residual: bool) -> None:
-    backend = CudaBackend(torch.float32, CPU)
-    experts, pairs = make_experts(backend, "none")
-    grouped = group(backend, pairs)
-    x, chosen = rows_and_choice(torch.float32, 5)
-    weights, shared, score = randn(5, ACTIVE, seed=1), randn(5, HIDDEN, seed=2), randn(5, 1, seed=3) * 9
-    expected = add_experts(x if has_residual else torch.zeros_like(x), experts, x, chosen, weights)
-    results = grouped.run(x, chosen)
-    assert torch.equal(grouped.add(x, results, weights, shared=None, has_residual=has_residual), expected)
-    found = grouped.add(x, results, weights, shared=(shared, score), has_residual=has_residual)
-    torch.testing.assert_close(found, expected + sigmoid(score) * shared, atol=1e-5, rtol=1e-5)
+    row_math = CudaBackend(torch.float32, CPU).row_math
+    x, results, weights = randn(5, HIDDEN, seed=7), randn(5, ACTIVE, HIDDEN, seed=4), randn(5, ACTIVE, seed=1)
+    shared = randn(5, HIDDEN, seed=2), randn(5, 1, seed=3) * 9
+    expected = FLOAT32.row_math.add_experts(x, results, weights, shared=None, has_residual=has_residual)
+    assert torch.equal(row_math.add_experts(x, results, weights, shared=None, has_residual=has_residual), expected)
+    found = row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
+    torch.testing.assert_close(found, FLOAT32.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual), atol=1e-5, rtol=1e-5)
 
 
 def test_experts_of_several_forms_are_called_one_by_one() -> None:

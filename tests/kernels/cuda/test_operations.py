@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, Qwen2MoeConfig
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen2MoeConfig
 from triton.runtime.interpreter import InterpretedFunction
 
 from bench.gpu.models import LoadedModel
+from services.compute.backends.backend import LargestStep
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.batch import BatchRow, ScheduledBatch
@@ -20,7 +21,7 @@ from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU
 from tests.kernels.cuda.test_cuda_models import SIZES
-from tests.kernels.families import reference_model
+from tests.kernels.families import LINEAR_ROPE, LOCAL_ROPE, reference_model
 
 MEMORY = {"aten.empty.memory_format", "aten.empty_like.default", "aten.view.default", "aten.slice.Tensor"}  # taken, and looked at
 VENDORS = {"none": {"aten.matmul.default"}, "w8a8": {"aten._int_mm.default", "aten.matmul.default"}, "w4": {"aten._int_mm.default", "aten.matmul.default"}}
@@ -115,3 +116,17 @@ def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[s
             begin_reduction(runner.logits(batch, hidden), [sequence.prefix() for sequence in sequences], backend.row_search)
         assert asked.seen and not [name for name in asked.seen if any(each in name for each in READS)]
         assert {"rotate_and_write", "attend", "multiply", "largest_logits", "sum_masses", "draw_tokens"} <= set(launches)
+
+
+@pytest.mark.usefixtures("launches")
+def test_memory_is_set_aside_for_all_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the largest a device has 1,000 bytes less, after the next another 10: there are eleven sizes, each with holes and without. The model's layers
+    rotate in two ways."""
+    ropes = {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}}
+    more = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    reference_model("gemma3", tmp_path, config=Gemma3TextConfig(**SIZES | more, **ropes))
+    backend, steps = CudaBackend(torch.bfloat16, CPU), list[LargestStep]()
+    monkeypatch.setattr(backend, "workspace", steps.append)
+    LoadedModel(tmp_path, backend).model.workspace(64, 8, 64)
+    left = iter((9000, 8000, 7990))
+    assert backend._recording_bytes(steps[0], lambda: next(left)) == 1000 + 21 * 10

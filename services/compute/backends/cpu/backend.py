@@ -48,8 +48,9 @@ class CpuBackend:
         return all(map(is_packable, matrix.parts)) if isinstance(matrix, Joined) else is_packable(matrix)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> NativeLinear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,  # noqa: ARG002
+    ) -> NativeLinear:  # fmt: skip
         return self._with_activations(pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation))
 
     def restore_linear(
@@ -82,6 +83,9 @@ class CpuBackend:
 
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
         return self.torch.make_kv_layer(num_blocks, block_size, num_kv_heads, head_dim, group=group)
+
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        self.torch.copy_blocks(layers, copies)
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""

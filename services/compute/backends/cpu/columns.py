@@ -12,7 +12,9 @@ from torch import Tensor
 PAIR, COLUMNS = 32, 16
 WORD_BYTES = 4
 
-Run = tuple[int, int, int]  # columns of one layer, and of another from which they come: where they begin, and how many
+# neighbouring columns: where they begin in one layer, where in the other that they come from, and
+# how many they are
+Run = tuple[int, int, int]
 
 
 def packed_runs(outputs: Sequence[range], *, is_gated: bool) -> list[Run]:

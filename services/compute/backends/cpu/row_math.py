@@ -1,4 +1,4 @@
-"""The work on rows between layers, in native code."""
+"""The work on rows between layers, in native code; a mixture's in torch."""
 
 import ctypes
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.cpu.library import Addition, Context, pointer
+from services.compute.backends.torch.experts import ExpertMath
 
 
-class NativeRowMath:
+class NativeRowMath(ExpertMath):
     """TorchRowMath on rows in bfloat16; a sum is rounded once."""
 
     def __init__(self, context: Context) -> None:

@@ -1,6 +1,7 @@
 """Searches through rows of logits in native code."""
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ import torch
 from services.compute.backends.backend import SearchRequest
 from services.compute.backends.cpu.library import Context, Largest, Masses
 from services.compute.backends.cpu.library import Draws as NativeDraws
-from services.compute.backends.torch.row_search import HostSearch
+from services.compute.backends.torch.row_search import HostSearch, ban
 from shared.model.arrays import Array
 from shared.model.decision import Draws
 
@@ -21,6 +22,10 @@ class NativeRowSearch:
 
     def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
         return HostSearch(self, logits, wanted)
+
+    def ban(self, logits: torch.Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        """numpy's additions are as fast as memory."""
+        ban(logits, rows, masks)
 
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
         assert logits.is_contiguous()

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring, Workspace
+from services.compute.backends.buffers import to_device_together
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
+from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, multiprocessors_of, version_of
 from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
-from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
+from services.compute.backends.cuda.kernels import blocks as kernels
+from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, divide, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
@@ -29,7 +32,9 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
+HALVES = (torch.bfloat16, torch.float16)  # dtypes of what meets quantized weights
 KINDS = 2  # of recordings of a size: with blocks that are tokens in part, and without
+WORD, COPIED_AT_ONCE = 8, 1024  # bytes; and words of a program
 LISTED = 64  # candidates of a row that most steps ask for
 
 
@@ -40,6 +45,7 @@ class CudaBackend:
         self.dtype = dtype
         self.device = device
         self.capability = capability_of(device)
+        self.multiprocessors = multiprocessors_of(device)
         # rows from which on the vendor's products are used
         self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None
         self.buffers = CudaBuffers(device)
@@ -49,24 +55,25 @@ class CudaBackend:
 
     @property
     def arithmetic(self) -> str:
-        return f"cuda {version_of(self.capability)}, triton {version('triton')}, torch {torch.__version__}"
+        return f"cuda {version_of(self.capability)}, {self.multiprocessors} multiprocessors, triton {version('triton')}, torch {torch.__version__}"
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)
         matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
         if isinstance(matrix, Joined):
             return False
-        return isinstance(matrix, Dense) or (self.dtype == torch.bfloat16 and has_products and is_readable(matrix))
+        return isinstance(matrix, Dense) or (self.dtype in HALVES and has_products and is_readable(matrix))
 
     @property
     def has_float8(self) -> bool:
         return self.capability >= OLDEST_FLOAT8
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> CudaLinear:
-        if quantization not in ("none", "fp8") and self.dtype != torch.bfloat16:
-            raise StartupError(f"--quantization {quantization} needs --dtype bfloat16")
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,
+    ) -> CudaLinear:  # fmt: skip
+        if quantization not in ("none", "fp8") and self.dtype not in HALVES:
+            raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float16")
         if quantization == "fp8" and not self.has_float8:
             needed, found = version_of(OLDEST_FLOAT8), version_of(self.capability)
             raise StartupError(f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: w8a8 takes as much memory")
@@ -75,7 +82,10 @@ class CudaBackend:
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
-        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
+        whole_n = matrix.shape[0] if whole_n is None else whole_n
+        # in float32, operations after the sums may be fused in one kernel and not in another
+        parts = None if self.dtype == torch.float32 else divide(whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors)
+        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from, parts=parts)
 
     def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
@@ -85,6 +95,8 @@ class CudaBackend:
 
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> CudaExperts | None:
         """None: some have other forms than others, as where a file's numbers make it so."""
+        for each in (layer for pair in experts for layer in pair if isinstance(layer, CudaLinear)):
+            each.parts = None  # all experts together have enough tiles
         pairs = [(gate_up, down) for gate_up, down in experts if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)]
         assert len(pairs) == len(experts)
         return CudaExperts(pairs, num_experts, first) if pairs and all(are_alike(each) for each in zip(*pairs, strict=True)) else None
@@ -110,6 +122,15 @@ class CudaBackend:
             raise StartupError(f"--kv-cache-dtype int8: on a GPU heads of {head_dim} dimensions can't be divided into groups of {group}, only of powers of two")
         row = kv_row_size(head_dim, group) if group else head_dim
         return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
+
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        block_bytes = layers[0][0, 0].nbytes
+        assert block_bytes % WORD == 0
+        bases, pairs = to_device_together([np.array([each.data_ptr() for each in layers], np.int64), np.array(copies, np.int64)], self.device)
+        num_words = block_bytes // WORD
+        kernels.copy_blocks[(len(layers), 2, triton.cdiv(num_words, COPIED_AT_ONCE))](
+            bases, pairs, len(copies), num_words, layers[0].stride(0) * layers[0].element_size() // WORD, BLOCK=COPIED_AT_ONCE, num_warps=4
+        )  # fmt: skip
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
@@ -137,8 +158,8 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _recording_bytes(self, step: LargestStep, free_bytes: Callable[[], int]) -> int:
-        """What recordings of all sizes take, by two that are made and dropped: they share the memory
-        in which the largest works, and the driver keeps something of each."""
+        """Bytes of the recordings of all sizes, by two that are made and dropped: all share the
+        memory in which the largest works, and the driver keeps something of each."""
         assert isinstance(step.attention, CudaAttention)
         heads, sizes = step.attention.heads, recorded_sizes(step.num_logits)
         kv = self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
@@ -146,7 +167,8 @@ class CudaBackend:
 
         def make(size: int) -> Callable[[], Tensor]:
             assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
-            x, plan = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device), self._plan(step.attention, [1] * size)
+            x = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device)
+            plan = self._plan(step.attention, [1] * size, num_ropes=max(step.stack.wiring.ropes) + 1)
             return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
 
         make(sizes[0])()  # compiles what is missing
@@ -171,6 +193,8 @@ class CudaBackend:
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
                 linear(x, norm=torch.ones_like(x[0]), eps=1e-6)
+        # an expert's tile follows from the tokens that it gets in the mean: fourfold steps meet each
+        for num_tokens in (step.num_tokens, *(4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens)):
             for mlp in mlps.values():
                 x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)
@@ -191,13 +215,13 @@ class CudaBackend:
             wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
-    def _plan(self, attention: CudaAttention, lens: list[int]) -> CudaPlan:
+    def _plan(self, attention: CudaAttention, lens: list[int], *, num_ropes: int = 1) -> CudaPlan:
         """The plan of a step of so many tokens of each sequence, which begins with them."""
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-max(lens) // SMALLEST_BLOCK)))
         shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
         ropes = self.buffers.take("cos 0", shape, torch.float32), self.buffers.take("sin 0", shape, torch.float32)
-        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,))
+        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,) * num_ropes)
         plan = attention.plan(inputs, SMALLEST_BLOCK)
         self.buffers.upload()
         return plan

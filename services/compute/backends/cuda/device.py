@@ -14,6 +14,7 @@ OLDEST_FLOAT8 = (8, 9)  # Ada: the first that multiplies e4m3
 # 99 KB a block: CUDA's programming guide, compute capabilities
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 INTERPRETED = (9, 0)  # what Triton's interpreter computes as
+INTERPRETED_MULTIPROCESSORS = 132  # an H100's
 
 
 def why_unusable() -> str | None:
@@ -52,6 +53,11 @@ def version_of(capability: tuple[int, int]) -> str:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Compute capability; on a CPU, where the interpreter runs, INTERPRETED."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else INTERPRETED
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    """How many multiprocessors there are; on a CPU INTERPRETED_MULTIPROCESSORS."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
 
 
 def _why_unavailable() -> str:

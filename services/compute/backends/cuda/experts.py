@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.compute.backends.cuda.kernels import experts as kernels
 from services.compute.backends.cuda.linear import CudaLinear, Form, Tile, choose_tile
-from services.compute.backends.cuda.row_math import QuantizedRows, warps_of
+from services.compute.backends.cuda.row_math import QuantizedRows
 
-AT_ONCE = 1024  # pairs that a program reads at a time, columns that one adds up
+AT_ONCE = 1024  # pairs that a program reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class PairGroups:
 
     order: Tensor  # [pairs] int32
     tiles: Tensor  # [tiles, 3] int32
+    is_whole: bool  # there are tiles for all pairs
 
 
 class Stacked:
@@ -48,11 +49,12 @@ class Stacked:
 
     def multiply(self, rows: Tensor | QuantizedRows, groups: PairGroups, tile: Tile, pairs_per_row: int) -> Tensor:
         """rows: of the layers' `prepare`; groups: of tile.rows. Returns [pairs, num_outputs]; what is of no
-        expert here is not written."""
+        expert here is 0."""
         layer, tiles, order = self.layer, groups.tiles, groups.order
         inputs = (rows.codes, rows.scales, rows.sums) if isinstance(rows, QuantizedRows) else (rows, None, None)
         n = layer.num_outputs
-        out = torch.empty((len(order), n), dtype=layer.dtype, device=layer.weight.device)
+        # the next product's rows are made of all that is there
+        out = (torch.empty if groups.is_whole else torch.zeros)((len(order), n), dtype=layer.dtype, device=layer.weight.device)
         kernels.multiply_experts[(len(tiles) * triton.cdiv(n, tile.columns),)](
             *inputs, *self.parts.values(), out, order, tiles, len(tiles), pairs_per_row, n, layer.k, layer.weight.stride(0), layer.height,
             *self.sizes, *layer.words,
@@ -74,18 +76,6 @@ class CudaExperts:
         self.num_experts = num_experts
         self.first = first
 
-    def choose(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-        num_rows, num_experts = logits.shape
-        chosen = torch.empty((num_rows, num_active), dtype=torch.int64, device=logits.device)
-        weights = torch.empty((num_rows, num_active), dtype=torch.float32, device=logits.device)
-        block = triton.next_power_of_2(num_experts)
-        if num_rows:
-            kernels.choose_experts[(num_rows,)](
-                logits, chosen, weights, num_experts, num_active, IS_NORMALIZED=has_normalized_weights, BLOCK=block,
-                KEPT=triton.next_power_of_2(num_active), num_warps=warps_of(block), enable_fp_fusion=False,
-            )  # fmt: skip
-        return chosen, weights
-
     def run(self, x: Tensor, chosen: Tensor) -> Tensor:
         num_active, num_pairs = chosen.shape[1], chosen.numel()
         if num_pairs == 0:
@@ -97,22 +87,12 @@ class CudaExperts:
         out = self.down.multiply(self.down.layer.prepare(h, None, 0.0), groups[second.rows], second, 1)
         return out.view(*chosen.shape, -1)
 
-    def add(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
-        num_rows, hidden = x.shape
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if num_rows:
-            kernels.add_experts[(num_rows, triton.cdiv(hidden, AT_ONCE))](
-                x.contiguous(), results, weights, *(shared or (None, None)), out, weights.shape[1], hidden, HAS_RESIDUAL=has_residual, BLOCK=AT_ONCE,
-                enable_fp_fusion=False,
-            )  # fmt: skip
-        return out
-
     def _group(self, chosen: Tensor, rows: int) -> PairGroups:
         num_pairs = chosen.numel()
         order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
         tiles = torch.empty((num_pairs // rows + self.num_held, 3), dtype=torch.int32, device=chosen.device)
-        kernels.group_pairs[(self.num_held,)](chosen, order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE)
-        return PairGroups(order, tiles)
+        kernels.group_pairs[(self.num_held,)](chosen.contiguous(), order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE)
+        return PairGroups(order, tiles, self.num_held == self.num_experts)
 
 
 def are_alike(layers: Sequence[CudaLinear]) -> bool:

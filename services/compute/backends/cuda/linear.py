@@ -17,6 +17,9 @@ FEW_ROWS = 64
 FLOAT8_DEPTH = 128  # inputs that tensor cores may add up in fewer bits than float32 has
 VENDOR_UNIT = {torch.int8: 8, torch.float8_e4m3fn: 16}  # inputs and outputs come in multiples of it
 FINISHED_ROWS, FINISHED_COLUMNS = 4, 512  # of a program
+NARROW = 32  # columns of a tile of few rows
+LEAST_SPAN, MOST_PARTS = 512, 8
+SPAN_UNIT = 256  # a multiple of all tiles' depths
 
 
 class Form(IntEnum):
@@ -40,6 +43,24 @@ class Tile:
     depth: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a narrow layer's sums are divided: over each `span` inputs, and then over these parts."""
+
+    span: int
+    enough_tiles: int  # of which there is work for all of the device: then one program has all parts
+
+
+def divide(n: int, k: int, multiprocessors: int) -> Parts | None:
+    """The parts of a layer [n, k] that has tiles of outputs for less than half of a device; None: it has
+    enough, or its inputs are few. It depends on nothing else: the parts decide bits."""
+    num_tiles = triton.cdiv(n, NARROW)
+    num_parts = min(multiprocessors // num_tiles, k // LEAST_SPAN, MOST_PARTS)
+    if num_parts < 2:
+        return None
+    return Parts(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, multiprocessors // 2)
 
 
 def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
@@ -75,14 +96,16 @@ class CudaLinear:
     half. Of quantized weights, x is quantized too."""
 
     def __init__(
-        self, matrix: OneForm, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None
+        self, matrix: OneForm, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None,
+        parts: Parts | None = None,
     ) -> None:  # fmt: skip
         """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
-        rows from which on the vendor's product is used, if any."""
+        rows from which on the vendor's product is used, if any; parts: of the whole layer's sums."""
         matrix = matrix.grouped() if isinstance(matrix, Int4Columns) else matrix
         n, self.k = matrix.shape
         self.num_outputs = n // 2 if is_gated else n
         self.dtype = dtype
+        self.parts = parts
         self.bias = bias
         self.activation = activation if is_gated else None
         self.scales: Tensor | None = None
@@ -145,15 +168,46 @@ class CudaLinear:
         if num_rows == 0:
             return out
         tile = choose_tile(self.form, num_rows, self.group, is_wide=self.weight.dtype == torch.float32)
-        grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
-        kernels.multiply[grid](
-            *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k, self.weight.stride(0), self.height,
-            *self.words, FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
-            ACTIVATION=self.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
+        if self.parts is not None and num_tiles <= self.parts.enough_tiles:
+            return self.multiply_parts(inputs, residual, out, tile, self.parts.span)
+        kernels.multiply[(num_tiles,)](
+            *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k,
+            self.k if self.parts is None else self.parts.span, self.weight.stride(0), self.height, *self.words,
+            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
+            ACTIVATION=self.activation, HAS_PARTS=self.parts is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages,
             # whose sums are multiply-adds; else one tile would be fused where another is not
             enable_fp_fusion=self.weight.dtype == torch.float32,
         )  # fmt: skip
         return out
+
+    def multiply_parts(
+        self, inputs: tuple[Tensor, Tensor | None, Tensor | None], residual: Tensor | None, out: Tensor, tile: Tile, span: int
+    ) -> Tensor:  # fmt: skip
+        """The same bits, by a program for each part of a tile, and a pass that adds them up."""
+        num_rows, n = len(out), self.weight.shape[0]
+        num_parts = triton.cdiv(self.k, span)
+        sums = torch.empty((num_parts, num_rows, n), dtype=torch.int32 if self.form == Form.COLUMNS else torch.float32, device=out.device)
+        kernels.multiply_part[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns), num_parts)](
+            *inputs, self.weight, self.scales, self.zeros, self.minima, sums, num_rows, n, self.k, span, self.weight.stride(0), self.height, *self.words,
+            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+        scales = (inputs[1], self.scales) if self.form in (Form.COLUMNS, Form.FLOAT8) else (None, None)
+        self.finish(sums, scales, residual, out, num_parts, is_fused=False)
+        return out
+
+    def finish(
+        self, sums: Tensor, scales: tuple[Tensor | None, Tensor | None], residual: Tensor | None, out: Tensor, num_parts: int, *, is_fused: bool
+    ) -> None:  # fmt: skip
+        """out [T, num_outputs] from sums of products: see kernels.finish_product."""
+        num_rows, n = out.shape
+        grid = (triton.cdiv(num_rows, FINISHED_ROWS), triton.cdiv(n, FINISHED_COLUMNS))
+        kernels.finish_product[grid](
+            sums, *scales, self.bias, residual, out, num_rows, n, num_parts, ACTIVATION=self.activation, BLOCK_M=FINISHED_ROWS, BLOCK_N=FINISHED_COLUMNS,
+            enable_fp_fusion=is_fused,
+        )  # fmt: skip
 
     def multiply_by_vendor(self, rows: Tensor | QuantizedRows, residual: Tensor | None) -> Tensor:
         """Compute the product in self.dtype by the vendor's library, whose sums may be divided as
@@ -168,13 +222,8 @@ class CudaLinear:
             product = torch._scaled_mm(rows.codes, self.weight.T, scale_a=rows.scales, scale_b=self.scales.T, out_dtype=self.dtype)
         if product.dtype == self.dtype and self.bias is None and self.activation is None and residual is None:
             return product
-        num_rows, n = len(product), self.num_outputs
-        out = torch.empty((num_rows, n), dtype=self.dtype, device=product.device)
-        grid = (triton.cdiv(num_rows, FINISHED_ROWS), triton.cdiv(n, FINISHED_COLUMNS))
-        kernels.finish_product[grid](
-            product, *scales, self.bias, residual, out, num_rows, n, ACTIVATION=self.activation, BLOCK_M=FINISHED_ROWS, BLOCK_N=FINISHED_COLUMNS,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        out = torch.empty((len(product), self.num_outputs), dtype=self.dtype, device=product.device)
+        self.finish(product, scales, residual, out, 1, is_fused=True)
         return out
 
 

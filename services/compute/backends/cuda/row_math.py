@@ -6,9 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
+from services.compute.backends.cuda.kernels import experts as expert_kernels
 from services.compute.backends.cuda.kernels import rows as kernels
 
 FINISHED_AT_ONCE = 1024  # logits of a program
+ADDED_AT_ONCE = 1024  # columns of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,28 @@ class CudaRowMath:
 
     def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
         return prepare(h, norm=norm, eps=eps, x=x, multiplier=multiplier)
+
+    def choose_experts(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+        num_rows, num_experts = logits.shape
+        chosen = torch.empty((num_rows, num_active), dtype=torch.int64, device=logits.device)
+        weights = torch.empty((num_rows, num_active), dtype=torch.float32, device=logits.device)
+        block = triton.next_power_of_2(num_experts)
+        if num_rows:
+            expert_kernels.choose_experts[(num_rows,)](
+                logits, chosen, weights, num_experts, num_active, IS_NORMALIZED=has_normalized_weights, BLOCK=block,
+                KEPT=triton.next_power_of_2(num_active), num_warps=warps_of(block), enable_fp_fusion=False,
+            )  # fmt: skip
+        return chosen, weights
+
+    def add_experts(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+        num_rows, hidden = x.shape
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if num_rows:
+            expert_kernels.add_experts[(num_rows, triton.cdiv(hidden, ADDED_AT_ONCE))](
+                x.contiguous(), results.contiguous(), weights.contiguous(), *(shared or (None, None)), out, weights.shape[1], hidden,
+                HAS_RESIDUAL=has_residual, BLOCK=ADDED_AT_ONCE, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
         size = logits.numel()

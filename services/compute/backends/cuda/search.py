@@ -1,6 +1,7 @@
 """Searches through rows of logits: what launches kernels/search.py. Only the candidates come back
 to the host, which waits when it reads them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import triton
 from torch import Tensor
 
 from services.compute.backends.backend import SearchRequest, SearchResult
-from services.compute.backends.buffers import to_device
+from services.compute.backends.buffers import to_device, to_device_together
 from services.compute.backends.cuda.kernels import search as kernels
 from shared.model.arrays import Array
 from shared.model.decision import Draws, decide
@@ -27,8 +28,8 @@ class CudaSearch:
 
     drawn: Tensor  # [R] int64, on the device
     wanted: SearchRequest
-    # here, once `copied` has happened: keys, masses and `drawn`
-    copies: tuple[Tensor, Tensor, Tensor]
+    # here, once `copied` has happened: keys, `drawn` and masses
+    copies: list[Tensor]
     copied: torch.cuda.Event | None  # None: without a GPU
 
     def wait(self) -> None:
@@ -37,36 +38,46 @@ class CudaSearch:
 
     def read(self) -> SearchResult:
         self.wait()
-        keys, masses, _ = (each.numpy() for each in self.copies)
+        keys, _, masses = (each.numpy() for each in self.copies)
         values, token_ids = unpack_keys(keys[:, : int(self.wanted.num_listed.max(initial=1))])
         scored, whole = np.split(sum_parts(masses), [len(self.wanted.scored.rows)])
         return SearchResult(values, token_ids, scored, whole)
 
     def read_drawn(self) -> Array:
         self.wait()
-        drawn: Array = self.copies[2].numpy()
+        drawn: Array = self.copies[1].numpy()
         return drawn
 
 
 class CudaRowSearch:
     """TorchRowSearch on the device. A row's result does not depend on the others."""
 
+    def ban(self, logits: Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        """In one launch; the masks cross in one copy."""
+        assert logits.is_contiguous()
+        words = to_device(np.stack(masks).view(np.int32), logits.device)
+        grid = (len(masks), triton.cdiv(logits.shape[1], BLOCK))
+        kernels.ban_logits[grid](logits, to_device(rows, logits.device), words, logits.shape[1], words.shape[1], BLOCK=BLOCK)
+
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
         """Launch the search and the draws: they read what the searches before them have found."""
         num_rows = len(wanted.params)
-        rows = to_device(np.concatenate([wanted.scored.rows, wanted.whole.rows]), logits.device)
-        temperatures = to_device(np.concatenate([wanted.scored.temperatures, wanted.whole.temperatures]), logits.device)
+        asked = (wanted.scored, wanted.whole)
+        rows, temperatures, draws, states = to_device_together(
+            [
+                np.concatenate([each.rows for each in asked]), np.concatenate([each.temperatures for each in asked]), draws_of(wanted),
+                row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64),
+            ],
+            logits.device,
+        )  # fmt: skip
         keys = largest_keys(logits, int(wanted.num_listed.max(initial=1)))
         masses = partial_masses(logits, rows, first_logits(keys[rows]) if len(rows) else temperatures, temperatures)
         drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows:
-            kept = keys.shape[1]
-            draws = to_device(draws_of(wanted), logits.device)
-            states = to_device(row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64), logits.device)
             kernels.draw_tokens[(num_rows,)](
-                keys, masses, draws, states, drawn, logits.shape[1], masses.shape[1], KEPT=kept, num_warps=1, enable_fp_fusion=False
+                keys, masses, draws, states, drawn, logits.shape[1], masses.shape[1], KEPT=keys.shape[1], num_warps=1, enable_fp_fusion=False
             )  # fmt: skip
-        copies = to_host(keys), to_host(masses), to_host(drawn)
+        copies = to_host(keys, drawn, masses)
         copied = None
         if logits.device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -129,11 +140,12 @@ def draws_of(wanted: SearchRequest) -> Array:
     return np.column_stack([np.array(asked, np.float64), wanted.num_listed, masses_rows])
 
 
-def to_host(values: Tensor) -> Tensor:
-    """A copy here, under way from a GPU."""
-    if values.device.type == "cpu":
-        return values.clone()
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """Copies here, under way from a GPU in one piece. tensors: those of wider numbers first."""
+    there = torch.cat([each.flatten().view(torch.uint8) for each in tensors])
+    here = there if there.device.type == "cpu" else torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+    pieces = torch.split(here, [each.nbytes for each in tensors])
+    return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
 
 def first_logits(keys: Tensor) -> Tensor:

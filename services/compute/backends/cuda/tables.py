@@ -48,15 +48,13 @@ class BlockTables:
         for which, given in enumerate((tables, lens) if lens is not None else (tables,)):
             known = self._known[which]
             for row, table in zip(rows, given, strict=True):
-                before = known[row]
-                if before is table:
-                    continue
-                known[row] = table
-                common = min(len(before), len(table))
-                first, last = common if before[:common] == table[:common] else 0, min(len(table), self.width)
-                begin = (which * self.num_rows + row) * self.width
-                places.extend(range(begin + first, begin + last))
-                values.extend(table[first:last])
+                if (before := known[row]) is not table:
+                    known[row] = table
+                    common = min(len(before), len(table))
+                    first, last = common if before[:common] == table[:common] else 0, min(len(table), self.width)
+                    begin = (which * self.num_rows + row) * self.width
+                    places.extend(range(begin + first, begin + last))
+                    values.extend(table[first:last])
         if places:
             edits = self._edits.fill("edits", np.array([*places, *values], np.int32), torch.int32)
             self._edits.upload()

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
-from services.compute.backends.buffers import Buffers
+from services.compute.backends.buffers import Buffers, to_device
 from services.compute.backends.matrix import Dense, Joined, Matrix
 from services.compute.backends.torch.attention import Heads, TorchAttention
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
@@ -40,8 +41,9 @@ class TorchBackend:
         return isinstance(matrix, Dense)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu"
-    ) -> TorchLinear:
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        whole_n: int | None = None,  # noqa: ARG002
+    ) -> TorchLinear:  # fmt: skip
         if quantization == "none":
             return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
         if self.device.type != "cpu" or (self.dtype != torch.bfloat16 and quantization != "fp8"):
@@ -80,6 +82,11 @@ class TorchBackend:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         return mapped_zeros(num_blocks * block_size * self.kv_token_bytes(num_kv_heads, head_dim, group=group)).view(dtype).view(shape)
+
+    def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        sources, targets = to_device(np.array(copies, np.int64), self.device).unbind(1)
+        for layer in layers:
+            layer[:, targets] = layer[:, sources]
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Inputs and outputs of the layer that has most, and once more in float32, as norms,

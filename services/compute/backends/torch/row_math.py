@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
+from services.compute.backends.torch.experts import ExpertMath
 from services.compute.backends.torch.reference import add_scaled, cap_scores, rms_norm
 
 
-class TorchRowMath:
+class TorchRowMath(ExpertMath):
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 

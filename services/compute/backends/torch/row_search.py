@@ -1,6 +1,7 @@
 """Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use
 the vector units; on a GPU torch's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,9 @@ from shared.model.arrays import Array
 from shared.model.decision import Draws, decide
 
 CHUNK = 64  # logits that share a maximum in the search for the largest
+_IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
+# [256, 8]: what a byte of a mask adds to its eight logits. Adding -0 changes no bit
+TERMS = np.where(_IS_SET, np.float32(-0.0), np.float32(-np.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class HostSearch:
 
 
 class TorchRowSearch:
+    def ban(self, logits: torch.Tensor, rows: Array, masks: Sequence[Array]) -> None:
+        ban(logits, rows, masks)
+
     def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
         return HostSearch(self, logits, wanted)
 
@@ -82,6 +89,22 @@ class TorchRowSearch:
             weights = (logits[row] - float(largest[at])).div_(float(temperatures[at])).exp_()
             masses[at] = weights.numpy().sum() if logits.device.type == "cpu" else weights.sum().item()
         return masses
+
+
+def ban(logits: torch.Tensor, rows: Array, masks: Sequence[Array]) -> None:
+    """RowSearch.ban, row by row."""
+    for row, mask in zip(rows.tolist(), masks, strict=True):
+        if logits.device.type == "cpu":
+            numbers = logits[row].numpy()
+            numbers += TERMS.take(mask, axis=0).ravel()[: len(numbers)]
+        else:
+            ban_on_device(logits[row], mask)
+
+
+def ban_on_device(row: torch.Tensor, mask: Array) -> None:
+    """The same for a row that is not the host's: the mask's bits cross, not its terms."""
+    terms = to_device(TERMS, row.device)
+    row += terms[to_device(mask, row.device).long()].view(-1)[: len(row)]
 
 
 def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:

@@ -32,7 +32,7 @@ class Awq:
         groups, words = num_groups(layer.k, self.group), layer.n // 8
         if layer.n % 8:
             raise layer.refuse("qweight", f"packs eight outputs in a word, and {layer.n} can't be divided by 8")
-        codes = layer.take_read(unpack_outputs(layer.read("qweight", [(layer.k, words)], (torch.int32,), along=1, per=8)), per=8)
+        codes = layer.trim(unpack_outputs(layer.read("qweight", [(layer.k, words)], (torch.int32,), along=1, per=8)), per=8)
         zeros = unpack_outputs(layer.read("qzeros", [(groups, words)], (torch.int32,)))
         scales = layer.read_scales("scales", [(groups, layer.n)])
         return keep_groups(layer, codes, scales.T.contiguous(), zeros.view(torch.int8) - 8, self.group)

@@ -87,8 +87,8 @@ class StoredLayer:
         """The wanted of all rows [n, ...]."""
         return take_rows(whole, self.rows)
 
-    def take_read(self, read: Tensor, per: int) -> Tensor:
-        """The wanted of the rows that `read` has read, [..., ...], whose places were of `per`."""
+    def trim(self, read: Tensor, per: int) -> Tensor:
+        """The wanted of the rows [m, ...] that `read` has read, with so many in a place."""
         if self.rows is None:
             return read
         places = [-(-each.stop // per) - each.start // per for each in self.rows]

@@ -25,3 +25,18 @@ def find_slots(contexts_ptr, tables_ptr, slots_ptr, table_width, BLOCK_SIZE: tl.
         places = first + tl.arange(0, BLOCK)
         blocks = tl.load(table_ptr + places // BLOCK_SIZE, mask=places < end, other=0).to(tl.int64)
         tl.store(slots_ptr + origin + places, blocks * BLOCK_SIZE + places % BLOCK_SIZE, mask=places < end)
+
+
+@triton.jit(do_not_specialize=["count"])
+def copy_blocks(bases_ptr, copies_ptr, count, num_words, kv_stride, BLOCK: tl.constexpr):
+    """Copy blocks of all layers: a program a layer, keys or values, and BLOCK words of a block. It
+    makes all copies, one after the other, and each thread reads only what it writes.
+
+    bases: [layers] int64, where their caches begin; copies: [count, 2] int64, (from, to); num_words:
+    of a block, of eight bytes; kv_stride: from keys to values, in words.
+    """
+    base = tl.load(bases_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * kv_stride
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    for number in range(count):
+        source, target = tl.load(copies_ptr + 2 * number), tl.load(copies_ptr + 2 * number + 1)
+        tl.store(base + target * num_words + at, tl.load(base + source * num_words + at, mask=at < num_words), mask=at < num_words)

@@ -89,7 +89,7 @@ def multiply_experts(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, n]: what `multiply` makes of each pair's row of x, p // pairs_per_row, with its expert's
-    weights; without a residual. Pairs that are not in `order` are not written.
+    weights; without a residual. Pairs that are in no tile are not written.
 
     w, and all that belongs to it, is of all experts, one after the other: w_size, scales_size, bias_size
     numbers each; order, tiles: group_pairs' for ROWS = BLOCK_M.
@@ -113,8 +113,8 @@ def multiply_experts(
         if bias_ptr is not None:
             bias_at = bias_ptr + expert * bias_size
         total = multiply_columns(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_at, scales_at, zeros_at, minima_at, bias_at, pairs // pairs_per_row, is_row, all_columns % n, n, k,
-            w_stride, height, low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, x_scales_ptr, x_sums_ptr, w_at, scales_at, zeros_at, minima_at, bias_at, pairs // pairs_per_row, is_row, all_columns % n, n, k, k,
+            w_stride, height, low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, False, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         tl.store(
             out_ptr + pairs[:, None].to(tl.int64) * n + all_columns[None, :],

@@ -1,8 +1,9 @@
 """Linear layers: x @ weight.T, with weights dense, in int8 by output column, in groups of inputs,
 or in FP8; bias, gate and residual in the epilogue.
 
-A program makes one tile of the result. Each sum goes over the inputs from first to last, and no
-program divides it: what a row gets does not depend on how many rows there are, and nothing is
+A program makes one tile of the result. Each sum goes over the inputs from first to last; in a
+narrow layer, over each part of the inputs, and then over the parts, whether one program has all
+parts or each has one. So a row's result does not depend on how many rows there are, and nothing is
 compiled for their number. Sums of int8 products are exact in int32, a group's result is then added
 in float32, group after group.
 """
@@ -25,13 +26,16 @@ TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
-def multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, IS_INT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """x [T, k] and w [n, k] in one dtype. Returns [BLOCK_M, BLOCK_N] float32, or int32."""
+def multiply_plain(
+    x_ptr, w_ptr, rows, is_row, columns, k, first, last, IS_INT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """x [T, k] and w [n, k] in one dtype; of inputs [first, last). Returns [BLOCK_M, BLOCK_N] float32,
+    or int32."""
     steps = tl.arange(0, BLOCK_K)
     x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
     w_at = w_ptr + columns[None, :].to(tl.int64) * k + steps[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.int32 if IS_INT else tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(first, last, BLOCK_K):
         is_in = steps < k - start
         x = tl.load(x_at + start, mask=is_row[:, None] & is_in[None, :], other=0)
         w = tl.load(w_at + start, mask=is_in[:, None], other=0)
@@ -54,10 +58,10 @@ def four_bit_values(w_at, is_in, low_values, high_values, FIRST: tl.constexpr):
 
 @triton.jit
 def multiply_groups(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, w_stride, low_values, high_values,
-    IS_FOUR_BIT: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, last, w_stride, low_values,
+    high_values, IS_FOUR_BIT: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Int8 x with a scale for each row and group. w: [n, k] int8, or [n, ceil(k / 2)] pairs of
+    """Int8 x with a scale for each row and group, of inputs [first, last). w: [n, k] int8, or [n, ceil(k / 2)] pairs of
     codes, w_stride from row to row; its scales, zeros and minima: [n, groups].
 
     (sum of x * value - zero * sum of x) * scale of x * scale + minimum * scale of x * sum of x: the
@@ -68,7 +72,7 @@ def multiply_groups(
     half_steps = tl.arange(0, GROUP // 2)
     x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for group in range(num_groups):
+    for group in range(first // GROUP, tl.cdiv(last, GROUP)):
         start = group * GROUP
         x = tl.load(x_at + start, mask=is_row[:, None] & (steps < k - start)[None, :], other=0)
         if IS_FOUR_BIT:  # what a last byte's upper half holds is multiplied by 0
@@ -94,11 +98,11 @@ def multiply_groups(
 
 @triton.jit
 def multiply_float8(
-    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, height,
+    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, first, last, height,
     HAS_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [T, k] and w [n, k] in e4m3, with a scale for each row and each column; or (HAS_BLOCKS) for
-    each BLOCK_K inputs of a row, and of `height` columns.
+    """x [T, k] and w [n, k] in e4m3, of inputs [first, last), not scaled yet; or (HAS_BLOCKS) with a scale
+    for each BLOCK_K inputs of a row, and of `height` columns.
 
     Tensor cores add up products of e4m3 in some 14 bits (DeepSeek-AI, "DeepSeek-V3 Technical
     Report", 2024, section 3.3.2): so only BLOCK_K inputs are added there, and what comes of them in
@@ -109,7 +113,7 @@ def multiply_float8(
     x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
     w_at = w_ptr + columns[None, :].to(tl.int64) * k + steps[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for group in range(num_groups):
+    for group in range(first // BLOCK_K, tl.cdiv(last, BLOCK_K)):
         start = group * BLOCK_K
         is_in = steps < k - start
         x = tl.load(x_at + start, mask=is_row[:, None] & is_in[None, :], other=0.0)
@@ -120,34 +124,54 @@ def multiply_float8(
             w_scales = tl.load(w_scales_ptr + (columns // height).to(tl.int64) * num_groups + group)
             part = part * x_scales[:, None] * w_scales[None, :]
         total += part
-    if HAS_BLOCKS:
-        return total
+    return total
+
+
+@triton.jit
+def sum_inputs(
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, last, w_stride, height,
+    low_values, high_values,
+    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of products of inputs [first, last), without the scales of whole rows and columns. is_row:
+    [BLOCK_M], which of the rows are read. Returns [BLOCK_M, BLOCK_N] float32, or int32 (COLUMNS)."""
+    if FORM == DENSE:
+        return multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, first, last, False, BLOCK_M, BLOCK_N, BLOCK_K)
+    elif FORM == COLUMNS:
+        return multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, first, last, True, BLOCK_M, BLOCK_N, BLOCK_K)
+    elif FORM >= FLOAT8:
+        return multiply_float8(
+            x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, first, last, height, FORM == FLOAT8_BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
     else:
-        return total * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
+        return multiply_groups(
+            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, last, w_stride, low_values,
+            high_values, FORM == FOUR_BIT, FIRST, GROUP, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
 def multiply_tile(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, w_stride, height,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, span, w_stride, height,
     low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, HAS_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of the product, with the bias. is_row: [BLOCK_M], which of the rows are
-    read. Returns [BLOCK_M, BLOCK_N] float32."""
-    if FORM == DENSE:
-        total = multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, False, BLOCK_M, BLOCK_N, BLOCK_K)
-    elif FORM == COLUMNS:
-        exact = multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, True, BLOCK_M, BLOCK_N, BLOCK_K)
-        total = exact.to(tl.float32) * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
-    elif FORM >= FLOAT8:
-        total = multiply_float8(
-            x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, height, FORM == FLOAT8_BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
-    else:
-        total = multiply_groups(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, w_stride, low_values, high_values,
-            FORM == FOUR_BIT, FIRST, GROUP, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    """Rows and columns of the product, scaled, with the bias. HAS_PARTS: the sum is over the sums of each
+    `span` inputs. Returns [BLOCK_M, BLOCK_N] float32."""
+    total = sum_inputs(
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, 0, span if HAS_PARTS else k, w_stride,
+        height, low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if HAS_PARTS:
+        for first in range(span, k, span):
+            total += sum_inputs(
+                x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, tl.minimum(first + span, k),
+                w_stride, height, low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    total = total.to(tl.float32)
+    if (FORM == COLUMNS) | (FORM == FLOAT8):
+        total = total * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
     if bias_ptr is not None:
         total += widened(tl.load(bias_ptr + columns))[None, :]
     return total
@@ -155,22 +179,22 @@ def multiply_tile(
 
 @triton.jit
 def multiply_columns(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, w_stride, height,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, span, w_stride, height,
     low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, HAS_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows and columns of the product, or, gated by it, of the product of the columns from n on
     (ACTIVATION: one of reference.ACTIVATIONS, or None: no gate). Returns [BLOCK_M, BLOCK_N]
     float32."""
     total = multiply_tile(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, w_stride, height,
-        low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, span, w_stride, height,
+        low_values, high_values, FORM, FIRST, GROUP, HAS_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if ACTIVATION is not None:
         up = multiply_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns + n, k, w_stride, height,
-            low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns + n, k, span, w_stride, height,
+            low_values, high_values, FORM, FIRST, GROUP, HAS_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         total = gated(total, up, ACTIVATION)
     return total
@@ -178,9 +202,9 @@ def multiply_columns(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, w_stride, height,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, span, w_stride, height,
     low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, HAS_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [num_rows, n]: multiply_columns, plus the residual. Rounded once, to out's dtype."""
@@ -193,34 +217,56 @@ def multiply(
     # nothing is read: of one row a tile would be twice its weights
     rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
     total = multiply_columns(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, w_stride, height,
-        low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, span, w_stride, height,
+        low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, HAS_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
+def multiply_part(
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, out_ptr, num_rows, n, k, span, w_stride, height, low_values, high_values,
+    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [parts, num_rows, n], float32 or int32: sum_inputs of each `span` inputs. A program has one tile
+    of one part; for finish_product."""
+    column_tiles, part = tl.cdiv(n, BLOCK_N), tl.program_id(1)
+    all_rows = tl.program_id(0) // column_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    all_columns = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
+    total = sum_inputs(
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, part * span,
+        tl.minimum((part + 1) * span, k), w_stride, height, low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    store_tile(total, None, out_ptr + part.to(tl.int64) * num_rows * n, all_rows, all_columns, num_rows, n)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def finish_product(
-    product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n,
+    product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, num_parts,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Finish sums from elsewhere as `multiply` finishes its own: product [num_rows, n], or
-    [num_rows, 2 n] with a gate, int32 or float; a scale for each row and column, or none."""
+    """Finish sums from elsewhere as `multiply` finishes its own: product [num_parts,
+    num_rows, n], or [num_parts, num_rows, 2 n] with a gate, int32 or float; a scale for each row and column, or none."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, n, num_rows, n, 1 if ACTIVATION is None else 2)
+    total = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, n, num_rows, n, num_parts, 1 if ACTIVATION is None else 2)
     if ACTIVATION is not None:
-        up = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns + n, 2 * n, num_rows, n, 2)
+        up = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns + n, 2 * n, num_rows, n, num_parts, 2)
         total = gated(total, up, ACTIVATION)
     store_tile(total, residual_ptr, out_ptr, rows, columns, num_rows, n)
 
 
 @triton.jit
-def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, HALVES: tl.constexpr):
-    """Finish some columns, before `end`, of a product [num_rows, HALVES * n], scaled, with the
-    bias. Returns float32."""
+def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, num_parts, HALVES: tl.constexpr):
+    """Finish some columns, before `end`, of a product [num_parts, num_rows, HALVES * n]: the sum of its
+    parts, first to last, scaled, with the bias. Returns float32."""
     is_row, is_column = rows < num_rows, columns < end
-    product = tl.load(product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0)
+    at, is_in = product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :], is_row[:, None] & is_column[None, :]
+    product = tl.load(at, mask=is_in, other=0)
+    for _ in range(1, num_parts):
+        at += num_rows * (HALVES * n)
+        product += tl.load(at, mask=is_in, other=0)
     total = widened(product)
     if x_scales_ptr is not None:
         total = total * tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)[:, None] * tl.load(w_scales_ptr + columns, mask=is_column, other=0.0)[None, :]
@@ -248,4 +294,4 @@ def store_tile(total, residual_ptr, out_ptr, rows, columns, num_rows, n):
     is_in = (rows < num_rows)[:, None] & (columns < n)[None, :]
     if residual_ptr is not None:
         total += widened(tl.load(residual_ptr + at, mask=is_in, other=0.0))
-    tl.store(out_ptr + at, rounded(total, out_ptr.dtype.element_ty), mask=is_in)
+    tl.store(out_ptr + at, total if total.dtype == tl.int32 else rounded(total, out_ptr.dtype.element_ty), mask=is_in)

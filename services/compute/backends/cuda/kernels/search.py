@@ -1,5 +1,5 @@
-"""Searches through rows of logits: the k largest by their keys, the mass of all, and the draw from
-both.
+"""Rows of logits: without what a mask leaves out, the k largest by their keys, the mass of all, and
+the draw from both.
 
 A key is an int64 that is the larger the higher the logit, and of equal logits the smaller the token
 id: so the order is total, and any way of sorting gives the same.
@@ -7,6 +7,19 @@ id: so the order is total, and any way of sorting gives the same.
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def ban_logits(logits_ptr, rows_ptr, masks_ptr, vocab_size, num_words, BLOCK: tl.constexpr):
+    """Add minus infinity to the logits of some rows [n] whose bits are not set in masks, [n, num_words]
+    int32: of token t bit t % 32 of word t // 32. logits: [R, vocab_size] float32, in place."""
+    number = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + number)
+    words = tl.load(masks_ptr + number * num_words + at // 32, mask=at < vocab_size, other=-1)
+    is_banned = ((words >> (at % 32)) & 1) == 0
+    logits = tl.load(logits_ptr + row * vocab_size + at, mask=is_banned, other=0.0)
+    tl.store(logits_ptr + row * vocab_size + at, logits + float("-inf"), mask=is_banned)
 
 
 @triton.jit

@@ -1,0 +1,186 @@
+"""Replicas of several cards in the simulator: parts add up, no rank works more than one card would, and links and bubbles cost what they must."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from services.compute.parallel.share import Share
+from services.compute.simulation.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
+from services.compute.simulation.models import MODELS, ModelShape, Part, part_of
+from services.compute.simulation.replica import StepLimits
+from services.compute.simulation.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, weight_bytes
+from services.compute.simulation.table import PUBLISHED, Case, simulate_line, simulate_published
+from services.compute.simulation.trace import load_trace
+from services.operator.cli import main
+from shared.process.errors import StartupError
+
+ROOT = Path(__file__).parents[2]
+FREE = Link(1e30, 0.0, 0.0)
+A100 = HARDWARE["a100-80g"]
+precisions = st.sampled_from(list(PRECISIONS.values()))
+
+
+def shape(kv_heads: int, queries: int, experts: int, active: int, sizes: tuple[int, int, int, int], is_tied: bool) -> ModelShape:
+    layers, hidden, intermediate, vocab = sizes
+    return ModelShape(layers, hidden, intermediate, kv_heads * queries, kv_heads, 64, vocab, is_tied, experts, min(active, experts))
+
+
+shapes = st.builds(
+    shape,
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.sampled_from([1, 1, 4, 8]),
+    st.integers(1, 3),
+    st.tuples(st.integers(1, 40), st.sampled_from([32, 576, 4096]), st.sampled_from([48, 1536, 14_336]), st.sampled_from([100, 49_152])),
+    st.booleans(),
+)
+models = shapes | st.sampled_from(list(MODELS.values()))
+links = st.builds(Link, st.floats(1e8, 1e12), st.floats(0, 1e-3), st.floats(0, 1e-3))
+sizes = st.integers(1, 9)
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    """Sequences that decode, and some tokens of prompts."""
+    rows, context, chunk = draw(st.integers(1, 300)), draw(st.integers(1, 8192)), draw(st.integers(0, 2048))
+    pairs = rows * context + chunk * (chunk + 1) // 2
+    return Work(rows + chunk, rows * context + chunk, pairs, rows + (chunk > 0))
+
+
+def parts(model: ModelShape, group: Group) -> list[Part]:
+    return [part_of(model, Share(rank, group.tensor), Share(stage, group.pipeline)) for stage in range(group.pipeline) for rank in range(group.tensor)]
+
+
+@given(models, sizes, sizes)
+def test_parts_add_up_to_the_model(model: ModelShape, tensor: int, pipeline: int) -> None:
+    found = parts(model, Group(tensor, pipeline))
+    assert sum(each.num_layers * each.num_kv_heads for each in found) == model.num_layers * model.num_kv_heads
+    assert sum(each.num_layers * each.num_heads for each in found) == model.num_layers * model.num_heads
+    assert sum(each.head_weights for each in found) == model.head_weights
+    assert sum(each.num_layers * (each.attention_weights + each.mlp_weights) for each in found) + found[0].head_weights + found[0].embedding_weights == (
+        model.num_layers * (model.attention_weights + model.num_experts * model.expert_weights)
+        + model.head_weights
+        + (0 if model.is_tied else found[0].head_weights)
+    )
+    assert not any(each.embedding_weights for each in found[1:])
+
+
+@given(models, precisions, sizes, sizes)
+def test_memory_adds_up(model: ModelShape, precision: Precision, tensor: int, pipeline: int) -> None:
+    """On each card weights and KV fit; and with one token more, not on all."""
+    group = Group(tensor, pipeline)
+    try:
+        tokens = kv_tokens(model, A100, precision, group)
+    except StartupError:
+        assume(False)
+    used = [(weight_bytes(each, precision), kv_bytes_per_token(model, each, precision)) for each in parts(model, group)]
+    room = A100.memory * 0.94 - 2e9
+    assert all(weights + tokens * per_token <= room * (1 + 1e-9) for weights, per_token in used)
+    assert any(weights + (tokens + 1) * per_token > room * (1 - 1e-9) for weights, per_token in used)
+    assert sum(per_token for _, per_token in used) == pytest.approx(model.kv_values * precision.kv_bytes)
+
+
+@given(models, precisions, sizes, works())
+def test_no_rank_works_more_than_one_card_would(model: ModelShape, precision: Precision, tensor: int, work: Work) -> None:
+    """With links that cost nothing, a rank more never makes a step longer."""
+    longer = Roofline(model, A100, precision, Group(tensor, 1, FREE)).seconds(work)
+    shorter = Roofline(model, A100, precision, Group(tensor + 1, 1, FREE)).seconds(work)
+    assert shorter <= longer * (1 + 1e-9) <= Roofline(model, A100, precision).seconds(work) * (1 + 2e-9)
+
+
+@given(models, sizes, sizes, links, works(), st.floats(1, 10))
+def test_a_slower_link_never_makes_a_step_shorter(model: ModelShape, tensor: int, pipeline: int, link: Link, work: Work, factor: float) -> None:
+    group = Group(tensor, pipeline, link, link)
+    seconds = Roofline(model, A100, group=group).seconds(work)
+    for slower in (
+        replace(link, base_s=link.base_s * factor + 1e-6),
+        replace(link, hop_s=link.hop_s * factor),
+        replace(link, bandwidth=link.bandwidth / factor),
+    ):
+        assert Roofline(model, A100, group=replace(group, link=slower)).seconds(work) >= seconds * (1 - 1e-9)
+        assert Roofline(model, A100, group=replace(group, stage_link=slower)).seconds(work) >= seconds * (1 - 1e-9)
+    if tensor * pipeline == 1:
+        assert seconds == Roofline(model, A100).seconds(work)
+
+
+@given(models, sizes, sizes, links, works())
+def test_the_bubble_goes_with_enough_sequences(model: ModelShape, tensor: int, pipeline: int, link: Link, work: Work) -> None:
+    """Then only the way of hidden states is left of it."""
+    group = Group(tensor, pipeline, link, FREE)
+    cost = Roofline(model, A100, group=group)
+    enough = replace(work, num_sequences=max(work.num_sequences, pipeline))
+    assert cost.bubble(enough) == pytest.approx(0, abs=1e-9)
+    alone = cost.bubble(replace(work, num_sequences=1))
+    times = [stage.seconds(replace(work, num_sequences=1)) for stage in cost.stages]
+    assert alone == pytest.approx(1 - max(times) / sum(times)) and alone <= 1 - 1 / pipeline + 1e-9
+    slow = Roofline(model, A100, group=replace(group, stage_link=Link(1e9, 1e-4, 1e-4)))
+    assert slow.bubble(enough) <= slow.passing_seconds(enough.divided(pipeline)) / slow.seconds(enough) + 1e-9
+
+
+def test_a_group_by_hand() -> None:
+    """SmolLM2's three KV heads over two ranks: the first has two of them. It gets the last's 16 of 32 columns' units, and so on."""
+    model, link = MODELS["smollm2-135m"], LINKS["nvlink3"]
+    first, last = parts(model, Group(2))
+    assert (first.num_kv_heads, first.num_heads, last.num_kv_heads) == (2, 6, 1)
+    alone, both = Roofline(model, A100, group=Group(2, 1, FREE)), Roofline(model, A100, group=Group(2, 1, link))
+    columns = 30 * (6 * 64 + 288 + 768 + 288) + 576
+    gathers_s = (30 * 4 + 2) * link.latency_s(2) + (100 * columns * 2 + 100 * 24_576 * 4) * link.byte_s
+    work = Work(100, 100, 100, 100)
+    assert both.seconds(work) - alone.seconds(work) == pytest.approx(gathers_s, rel=1e-6)
+
+
+def test_one_sequence_gains_nothing_from_stages_and_many_do() -> None:
+    model = MODELS["llama-3-8b"]
+    one, four = Roofline(model, A100), Roofline(model, A100, group=Group(1, 4, stage_link=FREE))
+    alone, crowd = Work(1, 500, 500, 1), Work(512, 512 * 3000, 512 * 3000, 512)
+    assert four.seconds(alone) == pytest.approx(one.seconds(alone))
+    assert 2 < one.seconds(crowd) / four.seconds(crowd) < 4
+
+
+def test_experts_are_read_as_they_are_chosen() -> None:
+    """Two of eight for one token, and nearly all for 64."""
+    model, hardware = MODELS["mixtral-8x7b"], replace(A100, flops=1e30)
+    cost = Roofline(model, hardware)
+    expert_s = 32 * 2 * model.expert_weights / (0.8 * hardware.bandwidth)
+    one = cost.seconds(Work(1, 0, 0, 1))
+    assert cost.seconds(Work(64, 0, 0, 1)) - one == pytest.approx((8 * (1 - 0.75**64) - 2) * expert_s, rel=1e-6)
+
+
+def rows_of(page: str, section: str) -> list[list[str]]:
+    """The cells of the tables below a heading of the page."""
+    text = page.split(f"\n{section}\n")[1].split("\n#")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_the_page_says_what_the_simulator_says() -> None:
+    """One line of a model, and the published batches of one: all of them would take minutes."""
+    page = (ROOT / "docs/operate/hardware.md").read_text()
+    limits = StepLimits(256, 2048, 16, "paged", 4096)
+    case = Case("h100-80g", "w8a8", "int8", Group(1, 1, LINKS["nvlink4"], LINKS["nvlink4"]), 3.0)
+    line = simulate_line(MODELS["llama-3-8b"], case, load_trace("synthetic", 1024), limits)
+    assert line is not None and line.cells in rows_of(page, "### llama-3-8b")
+    published = rows_of(page, "## Beside published figures")
+    for each in PUBLISHED:
+        if each.batch == 1:
+            assert f"{simulate_published(each):,.1f}" in {row[6] for row in published if row[0] == each.model}
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["simulate", "--num-requests", "20"]
+    assert main([*few, "--model", "llama-3-70b", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--price", "2"]) == 0
+    assert "llama-3-70b on 2 x 2 a100-80g" in capsys.readouterr().out
+    assert main([*few, "--table", "--model", "llama-3-8b", "--hardware", "rtx4090-24g", "--quantization", "w8a8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| rtx")] == ["1", "2", "4", "8"]
+    for bad, flag in (
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),
+        (["--model", "llama-3-70b", "--tensor-parallel-size", "1"], "--model"),
+        (["--table", "--tensor-parallel-size", "2"], "--table"),
+        (["--table", "--hardware", "abacus"], "--hardware"),
+        (["--price", "-1"], "--price"),
+    ):
+        assert main([*few, *bad]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"penstock: {flag}")
