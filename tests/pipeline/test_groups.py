@@ -95,3 +95,18 @@ def test_groups_answer_each_kind_of_request_as_one_process_does(deployment: Depl
         wait_ready(deployment, compute)
         found = answers(deployment)
         assert {name: found[name] for name in REQUESTS if found[name] != expected[name]} == {}, (sizes, speculate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "--tensor-parallel-size 2: on a CPU this needs bfloat16 and the native kernels"),
+        ({"model_impl": "transformers"}, "penstock-demo runs on the transformers library, whole: a group of ranks divides native models only"),
+    ],
+)
+@pytest.mark.more
+def test_a_model_that_no_group_can_run_is_refused_in_one_line(settings: dict[str, str], line: str, deployment: Deployment) -> None:
+    compute = deployment.start("compute", tensor_parallel_size=2, dtype="float32", **settings)
+    assert deployment.processes[compute].wait(60) == 2
+    told = [each for each in deployment.logs().splitlines() if each.startswith("penstock: ")]
+    assert len(told) == 1 and line in told[0]
