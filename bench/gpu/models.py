@@ -16,6 +16,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
+from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step
@@ -36,10 +37,14 @@ class LoadedModel:
     """A checkpoint on a backend, with greedy decisions."""
 
     def __init__(self, folder: Path, backend: Backend, *, quantization: str = "none", kv_group: int = 0) -> None:
-        config = read_config(text_config(json.loads((folder / "config.json").read_text())), None)
+        config = self.config_of(folder)
         self.backend = backend
         self.kv_group = kv_group
         self.model = Decoder(config, load_weights(folder, config, backend, quantization=quantization), backend)
+
+    @staticmethod
+    def config_of(folder: Path) -> ModelConfig:
+        return read_config(text_config(json.loads((folder / "config.json").read_text())), None)
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
         """With a cache of its own, in blocks of 16 tokens."""

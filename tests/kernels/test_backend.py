@@ -138,7 +138,7 @@ def test_the_cache_is_what_remains_beside_a_model_and_its_drafter(monkeypatch: p
 
 def test_torch_counts_its_rows() -> None:
     layers = [FLOAT32.make_linear(Dense(torch.zeros(n, 100))) for n in (300, 900)]
-    step = LargestStep(layers[:1], [], layers[1], None, None, num_tokens=50, num_logits=10, max_model_len=100)
+    step = LargestStep(layers[:1], [], layers[1], None, None, 64, num_tokens=50, num_logits=10, max_model_len=100)
     assert FLOAT32.workspace(step) == Workspace(50 * 400 * 8, 0)
 
 

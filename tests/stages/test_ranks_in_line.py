@@ -12,19 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from services.compute.batch import ScheduledBatch
-from services.compute.engine import build_engine
+from services.compute.engine import Engine, build_engine
 from services.compute.group.launch import open_group
 from services.compute.scheduling.new_step import NewStep
+from services.operator.model_store import DEFAULT_MODEL
+from shared.model.files import PULLED_MODELS, ModelFiles, open_model
 from shared.process.settings import ComputeSettings, environment_of
 from shared.wire.messages import encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.deployment import free_port
+from tests.kernels.families import Engine as OfflineEngine
 from tests.kernels.teams import Team
 from tests.stages.line_of_stages import FILES, LineOfStages, hurried
+from tests.stages.test_heads import HIDDEN, write_linear_head
 from tests.stages.test_speculation import REQUESTS
 
 
@@ -79,26 +86,33 @@ def start(settings: ComputeSettings, rank: int) -> "subprocess.Popen[bytes]":
 
 
 @contextmanager
-def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
-    """A line whose compute leads a group of other processes."""
+def grouped_engine(files: ModelFiles, **options: Any) -> Iterator[Engine]:
+    """Of the head of a group of processes."""
     cores = os.sched_getaffinity(0)
-    settings = ComputeSettings(
-        redis_url=redis_url, replica_id="compute-1", model="demo", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False,
-        max_num_seqs=8, publish_interval_ms=10, **sizes,
-    )  # fmt: skip
+    settings = ComputeSettings(replica_id="compute-1", dtype="bfloat16", num_threads=1, prefix_caching=False, publish_interval_ms=10, **options)
     others = [start(settings, rank) for rank in range(1, settings.num_ranks)] if settings.master else []
     group = open_group(settings)
     assert group is not None
     try:
         with group:
-            with LineOfStages(redis_url, engine=build_engine(settings, FILES, group)).running() as line:
-                yield line
+            yield build_engine(settings, files, group)
             group.close()
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         os.sched_setaffinity(0, cores)
         for each in others:
             assert each.wait(20) == 0
+
+
+@contextmanager
+def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
+    """A line whose compute leads a group."""
+    with (
+        grouped_engine(FILES, redis_url=redis_url, model="demo", kv_cache_memory="64MiB", max_num_seqs=8, **sizes) as engine,
+        LineOfStages(redis_url, engine=engine).running() as line,
+    ):
+        yield line
 
 
 @pytest.mark.parametrize("speculate", ["off", "lookup", pytest.param("self", marks=pytest.mark.more)])
@@ -117,6 +131,22 @@ def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkey
         assert numbers == {0, 1}, "a step stays in the stages while the next is scheduled"
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_ranks_whose_head_is_shared_with_heads_that_draft(redis_url: str, expected: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """Heads without an LM head use the model's, of which each rank has a part."""
+    folder = tmp_path / "heads"
+    if kind == "eagle":
+        write_linear_head(folder, torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN))
+    else:
+        folder.mkdir()
+        sizes = {"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
+        save_file({f"blocks.0.layers.0.{part}": torch.randn(size) for part, size in sizes.items()}, folder / "model.safetensors")
+    with grouped_line(redis_url, tensor_parallel_size=2, heads=str(folder), speculate=kind) as line:
+        assert answers(line) == expected
+        assert line.compute.speculation.total.num_draft_tokens > 0
+
+
 def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any]) -> None:
     """Their memory is their own, and results go through torch.distributed."""
     with grouped_line(redis_url, tensor_parallel_size=2, master=f"127.0.0.1:{free_port()}", rank=0) as line:
@@ -128,3 +158,22 @@ def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any]) -> None:
 def test_stages_of_ranks(redis_url: str, expected: dict[str, Any], speculate: str) -> None:
     with grouped_line(redis_url, tensor_parallel_size=2, pipeline_parallel_size=2, speculate=speculate) as line:
         assert answers(line) == expected
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model")
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (1, 2), (2, 2)], ids=lambda sizes: f"{sizes[0]} ranks, {sizes[1]} stages")
+def test_smollm2(sizes: tuple[int, int]) -> None:
+    files = open_model(DEFAULT_MODEL)
+    text = "The pipeline is durable: what one process has begun, another goes on with. " * 12
+    ids = Tokenizer.from_file(str(files.folder / "tokenizer.json")).encode(text).ids
+    prompts = [ids, ids[:40], ids[5:9], ids[100:]]
+    alone = OfflineEngine(files, dtype=torch.bfloat16, max_batched_tokens=64)
+    tokens = alone.generate(prompts, 24)
+    ranks, stages = sizes
+    with grouped_engine(files, model=DEFAULT_MODEL, tensor_parallel_size=ranks, pipeline_parallel_size=stages, kv_cache_memory="256MiB") as engine:
+        together = OfflineEngine(alone, dtype=torch.bfloat16, max_batched_tokens=64)
+        together.runner = engine.runner
+        assert together.generate(prompts, 24) == tokens
+    for number in range(len(prompts)):
+        assert torch.equal(torch.stack(together.logits[number]), torch.stack(alone.logits[number]))

@@ -274,6 +274,7 @@ class LargestStep:
     head: Linear | None  # that gets num_logits of them; None: it is elsewhere
     attention: Attention
     stack: Stack | None
+    hidden_size: int
     num_tokens: int
     num_logits: int
     max_model_len: int

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Linear
+from services.compute.backends.backend import Linear, RowMath
 from services.compute.parallel.ranks import Ranks
 
 Parts = tuple[range, ...]  # of a layer's columns, each rank's
@@ -64,14 +64,16 @@ class GatheredHead:
     ranks: Ranks
     linear: Linear | None
     parts: Parts
-    hidden_size: int
-    dtype: torch.dtype
+    norm: Tensor  # [hidden], the model's last one, which all ranks have
+    row_math: RowMath
     announce: Callable[[int, bool], None]  # of so many rows, normalized first or not
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         raise NotImplementedError("a head gives logits only")
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
+        if norm is not None and norm is not self.norm:  # a drafting head's own
+            x, norm = self.row_math.norm(x, weight=norm, eps=eps), None
         self.announce(len(x), norm is not None)
         logits = self.serve(len(x), x, norm=norm, eps=eps)
         return logits if out is None else out.copy_(logits)
@@ -79,7 +81,7 @@ class GatheredHead:
     def serve(self, num_rows: int, x: Tensor | None = None, *, norm: Tensor | None, eps: float) -> Tensor:
         """This rank's logits of so many rows. x: rank 0's, [num_rows, hidden]. Returns all ranks', on
         rank 0 whole, [num_rows, vocab] float32."""
-        rows = self.ranks.broadcast("rows", x, (num_rows, self.hidden_size), self.dtype)
+        rows = self.ranks.broadcast("rows", x, (num_rows, len(self.norm)), self.norm.dtype)
         whole = self.ranks.region("logits", (num_rows, self.parts[-1].stop), torch.float32)
         own = self.parts[self.ranks.share.rank]
         if self.linear is not None:

@@ -186,7 +186,9 @@ class Decoder:
         mlps = [layer.mlp for layer in self.weights.layers]
         found = [own_of(each) for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
         linears = [each for each in found if each is not None]
-        step = LargestStep(linears, mlps, own_of(self.weights.lm_head), self.attention, self.stack, num_tokens, num_logits, max_model_len)
+        step = LargestStep(
+            linears, mlps, own_of(self.weights.lm_head), self.attention, self.stack, self.config.hidden_size, num_tokens, num_logits, max_model_len
+        )
         return self.backend.workspace(step)
 
     def embed(self, input_ids: Tensor) -> Tensor:

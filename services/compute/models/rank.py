@@ -43,7 +43,7 @@ def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cu
     head is elsewhere."""
     layers = [layer_of_rank(each, config, backend, cut) for each in parts.layers]
     vocab = cut.ranks.share.parts(config.vocab_size)
-    head = ELSEWHERE if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, config.hidden_size, backend.dtype, announce)
+    head = ELSEWHERE if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, parts.norm, backend.row_math, announce)
     return ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, head)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, Linear, Workspace
+from services.compute.backends.gathered import own_of
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.models.decoder import Rows
@@ -62,7 +63,7 @@ class EagleHead:
         """Bytes that a step of so many tokens needs, with twice the logits of AT_ONCE of them: the
         search needs as much again."""
         linears = [self.fc, self.qkv, self.output, *self.mlp.linears.values()]
-        step = LargestStep(linears, [self.mlp], self.lm_head, self.attention, None, num_tokens, AT_ONCE, max_model_len)
+        step = LargestStep(linears, [self.mlp], own_of(self.lm_head), self.attention, None, self.config.hidden_size, num_tokens, AT_ONCE, max_model_len)
         for name in ("eagle tokens", "eagle slots", "eagle positions"):
             self.backend.buffers.reserve(name, num_tokens)
         found = self.backend.workspace(step)

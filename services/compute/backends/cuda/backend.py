@@ -144,9 +144,8 @@ class CudaBackend:
         step.attention.reserve(step.num_logits, num_tokens, max(step.max_model_len, step.num_tokens))
         if step.stack is not None:
             step.stack.reserve(pad_to_bucket(step.num_logits))
-        assert isinstance(step.head, CudaLinear)
         if self.device.type != "cuda":
-            return Workspace(self.buffers.num_bytes, step.num_logits * step.head.num_outputs * 4)
+            return Workspace(self.buffers.num_bytes, step.num_logits * step.head.num_outputs * 4 if isinstance(step.head, CudaLinear) else 0)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -166,8 +165,8 @@ class CudaBackend:
         record, held = self.make_recorder(), []
 
         def make(size: int) -> Callable[[], Tensor]:
-            assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
-            x = torch.zeros((size, step.head.k), dtype=self.dtype, device=self.device)
+            assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention)
+            x = torch.zeros((size, step.hidden_size), dtype=self.dtype, device=self.device)
             plan = self._plan(step.attention, [1] * size, num_ropes=max(step.stack.wiring.ropes) + 1)
             return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
 
@@ -186,9 +185,8 @@ class CudaBackend:
         for linear in step.linears:
             assert isinstance(linear, CudaLinear)
             shapes[linear.form, linear.num_outputs, linear.k, linear.activation] = linear
-        assert isinstance(step.head, CudaLinear)
         # of a mixture each token goes to several experts
-        hidden, mlps = step.head.k, {tuple(mlp.linears): mlp for mlp in step.mlps}
+        hidden, mlps = step.hidden_size, {tuple(mlp.linears): mlp for mlp in step.mlps}
         for num_tokens in (step.num_tokens, 1):
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
@@ -207,6 +205,8 @@ class CudaBackend:
             width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
             qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
             step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
+        if not isinstance(step.head, CudaLinear):
+            return  # it is elsewhere, and so is the search
         logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
         all_masses = MassRequest(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
         for k in (1, LISTED):
