@@ -53,7 +53,7 @@ class Rank:
         return words
 
     def lines(self) -> list[str]:
-        """What it wrote, but that this machine has few cores."""
+        """The log, without the warning of a machine with few cores."""
         return [line for line in self.log.read_text().splitlines() if FEW_CORES not in line]
 
     def children(self) -> list[psutil.Process]:
