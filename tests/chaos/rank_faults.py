@@ -33,8 +33,10 @@ async def stop_rank(arena: Arena, rng: random.Random) -> None:
     if process is None or not ranks or slot.stopped_since is not None or not await arena.cluster.is_live(slot):
         return
     rank = rng.choice(ranks)
-    slot.is_rank_hit |= is_long
     with suppress(psutil.NoSuchProcess):
+        if rank.status() == psutil.STATUS_STOPPED:  # another fault of this kind will have it go on
+            return
+        slot.is_rank_hit |= is_long
         rank.send_signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(timeout_s * share / 2)
