@@ -139,8 +139,6 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
             place, 0, files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
             attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
         )  # fmt: skip
-    if not place.is_alone:
-        raise StartupError(f"{files.name} runs on the transformers library, whole: only native models are divided over ranks (--tensor-parallel-size)")
     if settings.quantization != "none" or settings.quantize_attention_output:
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
@@ -185,6 +183,8 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
     """Open the backend, and load the models. Raises StartupError."""
     device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
     backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
+    if end is not None and not is_native_model(settings, files):  # its dtype is not to blame
+        raise StartupError(f"{files.name} runs on the transformers library, whole: a group of ranks divides native models only (--tensor-parallel-size)")
     place, limits = open_place(settings, backend, end), choose_limits(settings, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
     if place.is_first:

@@ -14,6 +14,7 @@ promote-replica) may a request end with one clear error instead.
     python -m tests.chaos --soak 60 --rss-tolerance 24           no fault; memory must not grow
     python -m tests.chaos --minutes 10 --quantization w8a8 --kv-cache-memory 3MiB
     python -m tests.chaos --minutes 10 --speculate off           else the seed draws it, for each life
+    python -m tests.chaos --minutes 10 --tensor-parallel-size 2  each compute is a group, whose ranks die
 
 Clients write what they did and got into a history (history.py), and the judge (judge.py) judges by
 that alone; `python -m tests.chaos.check FILE` has it judged again. The last line is one JSON
@@ -146,6 +147,8 @@ def main() -> int:
         faults = [fault for fault in faults if fault.needs != "clocks"]
     if "kv_disk" not in options.compute:
         faults = [fault for fault in faults if fault.needs != "kv-disk"]
+    if options.num_ranks == 1:
+        faults = [fault for fault in faults if fault.needs != "ranks"]
     if not faults and not options.soak:
         print("python -m tests.chaos: no fault is left", file=sys.stderr)
         return 2

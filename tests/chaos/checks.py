@@ -52,9 +52,9 @@ class Checks:
         return f"lives of compute by --speculate: {lives}; tokens drafted {drafted}, stood {stood}"
 
     async def after_round(self) -> list[str]:
-        """Everything that is wrong in a Redis that has drained."""
+        """Everything that is wrong in a Redis that has drained, and processes that nobody wants any more."""
         async with self.cluster.store.client() as client:
-            return [*await self.broken_logs(client), *await keys_without_ttl(client)]
+            return [*await self.broken_logs(client), *await keys_without_ttl(client), *self.cluster.orphans()]
 
     async def broken_logs(self, client: Any) -> list[str]:
         """Logs that are not p-0 for p = 1 … n and then one end."""

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 import redis
 
+from services.compute.group.local import HANDLE
 from services.requests.tenants.api_keys import add_key
 from shared.wire.messages import decode
 from shared.wire.replica import Replica
@@ -31,6 +34,7 @@ STAGE_SETTINGS: dict[str, dict[str, str]] = {"gateway": {"ping_interval_s": "2"}
 COMPUTE_NICENESS = 5  # as the launcher has it
 LEAVE_TIMEOUT_S = 90.0  # from SIGTERM to the exit: it may be stopped meanwhile, and so may Redis, for 12 s each
 READY_TIMEOUT_S = 300.0
+END_CODES = (1, 2)  # of a group that has lost a rank: while it serves, and while it starts
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Slot:
     restart_at: float = 0.0
     num_lives: int = 0
     is_death_ours: bool = False  # the end of this process was asked for
+    is_rank_hit: bool = False  # a rank of its group was killed, or stopped for so long that the group may end by itself
     proxy: Proxy | None = None  # its way to Redis, where that can be disturbed
     overrides: dict[str, str] = field(default_factory=dict)  # settings that a fault has given it
     leaving_since: float | None = None
@@ -72,6 +77,7 @@ class Cluster:
     clocks: Clocks | None = None
     slots: list[Slot] = field(default_factory=list)
     crashes: dict[str, list[str]] = field(default_factory=dict)  # deaths that nobody asked for, by their last words: the ends of the logs
+    sessions: set[int] = field(default_factory=set)  # pids of all processes that slots ever had: each leads a session
     num_restarts: int = 0
     speculators: Counter[str] = field(default_factory=Counter)  # by --speculate: lives of compute replicas
     is_closed: bool = False
@@ -123,7 +129,8 @@ class Cluster:
                 env=inherited | threads | own | clock, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=lambda: os.nice(niceness) and None,
             )  # fmt: skip
-        slot.born_at, slot.restart_at, slot.is_death_ours = time.monotonic(), 0.0, False
+        self.sessions.add(slot.process.pid)
+        slot.born_at, slot.restart_at, slot.is_death_ours, slot.is_rank_hit = time.monotonic(), 0.0, False, False
         slot.leaving_since = slot.stopped_since = None
         slot.num_lives += 1
 
@@ -143,7 +150,7 @@ class Cluster:
             self.note_crash(slot, f"had not left {LEAVE_TIMEOUT_S:g} s after SIGTERM")
             self.kill(slot)
         if slot.process is not None and (code := slot.process.poll()) is not None:
-            if not slot.is_death_ours or (slot.leaving_since is not None and code not in (0, -signal.SIGKILL)):
+            if not is_expected(slot, code):
                 self.note_crash(slot, f"ended by itself with exit code {code}")
             slot.process, slot.restart_at = None, now + self.rng.uniform(0.05, 0.8)
         if slot.process is None and now >= slot.restart_at:
@@ -181,10 +188,29 @@ class Cluster:
             slot.stopped_since = time.monotonic()
 
     def go_on(self, slot: Slot, pid: int | None = None) -> None:
-        """SIGCONT, if the process is still that with this pid."""
+        """SIGCONT, if the process is still that with this pid. After a long stop, its other ranks may have given it up."""
         if slot.process is not None and (pid is None or slot.process.pid == pid):
+            if slot.stopped_since is not None and self.options.num_ranks > 1:
+                slot.is_rank_hit |= time.monotonic() - slot.stopped_since > self.options.group_timeout_s / 2
             slot.process.send_signal(signal.SIGCONT)
             slot.stopped_since = None
+
+    def ranks_of(self, slot: Slot) -> list[psutil.Process]:
+        """The ranks that its process, as rank 0, has started; none while there is no group."""
+        try:
+            return [] if slot.process is None else [each for each in psutil.Process(slot.process.pid).children() if HANDLE in each.environ()]
+        except psutil.Error:  # one has just died
+            return []
+
+    def orphans(self) -> list[str]:
+        """Processes of replicas that are dead."""
+        dead = self.sessions - {slot.process.pid for slot in self.slots if slot.process is not None}
+        found = []
+        for each in psutil.process_iter(["pid", "status", "cmdline"]):
+            with suppress(ProcessLookupError):
+                if os.getsid(each.pid) in dead and each.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.append(f"process {each.pid} has outlived its replica: {' '.join(each.info['cmdline'] or ())[:100]}")
+        return found
 
     async def is_live(self, slot: Slot) -> bool:
         """Whether its present process has announced itself."""
@@ -239,6 +265,13 @@ class Cluster:
             if slot.proxy is not None:
                 slot.proxy.close()
         self.store.kill()
+
+
+def is_expected(slot: Slot, code: int) -> bool:
+    """Whether this end of its process is what a fault asked for."""
+    if slot.is_rank_hit and code in END_CODES:
+        return True
+    return slot.is_death_ours and (slot.leaving_since is None or code in (0, -signal.SIGKILL))
 
 
 async def is_ready(http: httpx.AsyncClient, port: int) -> bool:

@@ -1,7 +1,7 @@
 """The faults: one table, each with a name, a weight, and whether it loses data. A fault heals itself before it returns.
 
 Here are those of processes; of Redis: redis_faults.py; of clients and of what they send: client_faults.py; of messages: poison.py; between the stages
-and Redis, and outages beyond the time-outs: partitions.py; of clocks, the KV cache and keys: more_faults.py.
+and Redis, and outages beyond the time-outs: partitions.py; of the ranks of a group: rank_faults.py; of clocks, the KV cache and keys: more_faults.py.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.chaos import client_faults, more_faults, partitions, poison, redis_faults
+from tests.chaos import client_faults, more_faults, partitions, poison, rank_faults, redis_faults
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import Slot
 from tests.chaos.proxy import MODES
@@ -25,7 +25,7 @@ LIVE_TIMEOUT_S = 20.0
 OUTAGES_S = (60, 90, 300)
 
 Draw = Literal["always", "more", "long", "named"]  # drawn always, with --more too, with --long alone; any of them by its name in --only
-Need = Literal["proxies", "clocks", "keys", "kv-disk"]  # what the run must have been started with
+Need = Literal["proxies", "clocks", "keys", "kv-disk", "ranks"]  # what the run must have been started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,10 @@ def table() -> dict[str, Fault]:
         Fault("poison-request", 2, client_faults.poison_request, "valid JSON whose numbers overflow"),
         Fault("invalid-body", 2, client_faults.invalid_body, "lone surrogates, wrong types, half a body"),
         Fault("poison-message", 2, poison.poison_message, "entries that nobody can read, on every stream"),
+    ]
+    faults += [
+        Fault("kill-rank", 4, rank_faults.kill_rank, "SIGKILL to a rank other than 0 of a group", needs="ranks"),
+        Fault("stop-rank", 4, rank_faults.stop_rank, "SIGSTOP to a rank other than 0, for shorter or longer than --group-timeout-s", needs="ranks"),
     ]
     faults += more()
     return {fault.name: fault for fault in faults}

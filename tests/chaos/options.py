@@ -36,6 +36,8 @@ class Options:
     soak: bool
     history: Path | None
     folder: Path | None
+    num_ranks: int = 1  # of each replica of compute
+    group_timeout_s: float = 0.0
     compute: dict[str, str] = field(default_factory=dict)  # settings of compute, as PENSTOCK_* names without the prefix
     arguments: str = ""  # what to type to have this run again, seed and all
 
@@ -60,6 +62,9 @@ def parse(argv: list[str]) -> Options:
     )
     for stage, count in (("gateway", 2), ("tokenizer", 2), ("compute", 2), ("sampler", 2)):
         parser.add_argument(f"--{stage}s", type=int, default=count, help="replicas (default: %(default)d)")
+    for size, says in (("tensor", "ranks that divide every layer"), ("pipeline", "stages that divide the layers")):
+        says = f"{says} of each compute, which is a group if there are several: faults then hit ranks, too (default: %(default)d)"
+        parser.add_argument(f"--{size}-parallel-size", type=int, default=1, metavar="N", help=says)
     parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     parser.add_argument("--clients", type=int, default=12, help="requests at once (default: %(default)d)")
     parser.add_argument("--round", type=float, default=12.0, dest="round_s", help="seconds in which a round's faults begin (default: %(default)g)")
@@ -79,6 +84,8 @@ def parse(argv: list[str]) -> Options:
         raise SystemExit(0)
     if not 0.15 <= args.scale <= 1:
         parser.error("--scale is between 0.15 and 1: below, the reader time-out comes near to the lease")
+    sizes = {f"{size}_parallel_size": str(getattr(args, f"{size}_parallel_size")) for size in ("tensor", "pipeline")}
+    compute = COMPUTE_DEFAULTS | ({"reader_timeout_s": f"{READER_TIMEOUT_S * args.scale:g}"} if args.long else {}) | sizes | compute_settings(parser, rest)
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
     return Options(
         seconds=60 * (args.soak or args.minutes) if args.soak or args.minutes else args.seconds,
@@ -101,7 +108,9 @@ def parse(argv: list[str]) -> Options:
         soak=args.soak is not None,
         history=args.history,
         folder=args.folder,
-        compute=COMPUTE_DEFAULTS | ({"reader_timeout_s": f"{READER_TIMEOUT_S * args.scale:g}"} if args.long else {}) | compute_settings(parser, rest),
+        num_ranks=args.tensor_parallel_size * args.pipeline_parallel_size,
+        group_timeout_s=float(compute.get("group_timeout_s", ComputeSettings.model_fields["group_timeout_s"].default)),
+        compute=compute,
         arguments=" ".join(argv if args.seed is not None else ["--seed", str(seed), *argv]),
     )
 

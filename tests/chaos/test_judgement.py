@@ -1,6 +1,7 @@
 """Does the harness see what it looks for? Answers and token logs that are wrong in one way each, without any process."""
 
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from shared.wire.messages import TokenEvent, encode
 from tests.chaos.answers import Answer, Wrong
 from tests.chaos.checks import log_problem
+from tests.chaos.cluster import Slot, is_expected
 from tests.chaos.faults import FAULTS, MOST_A_ROUND, choose
+from tests.chaos.options import parse
 from tests.chaos.rounds import plan
 
 TOKENS = ["Water", " is", " held", "."]
@@ -86,7 +89,7 @@ def test_a_seed_gives_the_same_faults_and_few_slow_ones() -> None:
 
 def test_faults_are_chosen_by_pattern() -> None:
     assert [fault.name for fault in choose(("kill-*",), ("kill-every-*", "kill-*+*", "kill-redis", "kill-everything"))] == [
-        "kill-gateway", "kill-tokenizer", "kill-compute", "kill-sampler"
+        "kill-gateway", "kill-tokenizer", "kill-compute", "kill-sampler", "kill-rank"
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no fault is called nope"):
         choose(("nope",), ())
@@ -94,7 +97,21 @@ def test_faults_are_chosen_by_pattern() -> None:
 
 def test_the_minute_of_ci_draws_nothing_that_takes_long_or_needs_more_than_processes() -> None:
     drawn = choose((), ())
-    assert all(fault.draw == "always" and fault.needs is None for fault in drawn)
+    assert all(fault.draw == "always" and fault.needs in (None, "ranks") for fault in drawn)
     assert {fault.draw for fault in choose((), (), ("always", "more"))} == {"always", "more"}
     assert {fault.draw for fault in choose((), (), ("long",))} == {"long"}
     assert [fault.name for fault in choose(("blind-*",), ())] == ["blind-compute"]
+
+
+def test_a_group_may_end_by_itself_only_after_a_fault_hit_its_ranks() -> None:
+    slot = Slot("compute", 1, "compute-1")
+    assert not any(is_expected(slot, code) for code in (0, 1, 2))
+    slot.is_rank_hit = True
+    assert [is_expected(slot, code) for code in (1, 2, -signal.SIGSEGV)] == [True, True, False]
+
+
+def test_the_ranks_of_a_run_are_those_of_its_computes() -> None:
+    options = parse(["--tensor-parallel-size", "2", "--pipeline-parallel-size", "3", "--group-timeout-s", "2"])
+    assert options.num_ranks == 6 and options.group_timeout_s == 2.0
+    assert options.compute["tensor_parallel_size"] == "2" and options.compute["pipeline_parallel_size"] == "3"
+    assert parse([]).num_ranks == 1

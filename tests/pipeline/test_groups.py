@@ -2,12 +2,13 @@
 
 import asyncio
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.deployment import Deployment
+from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import stream_all
 from tests.waiting import wait_until
 
@@ -46,3 +47,68 @@ def test_groups_give_the_bytes_of_one_process_and_lose_nothing_with_a_rank(deplo
 
         assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS, disturb=kill_a_rank)) == expected
         deployment.terminate(f"compute-again-{number}")
+
+
+PROMPT = "A penstock is a pipe that"
+NAME, SIZES = {"type": "string", "maxLength": 20}, {"type": "array", "items": {"type": "integer"}, "maxItems": 3}
+SCHEMA = {"type": "object", "properties": {"name": NAME, "sizes": SIZES}, "required": ["name", "sizes"], "additionalProperties": False}
+TEXT = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "What is Penstock?"}], "max_tokens": 60, "seed": 7}
+# of each way to ask, by name: path and body
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/completions", TEXT | {"temperature": 0}),
+    "seeded": ("/v1/completions", TEXT | {"temperature": 1.1, "top_p": 0.9, "seed": 3}),
+    "n": ("/v1/completions", TEXT | {"temperature": 0.9, "n": 3, "seed": 4}),
+    "logprobs": ("/v1/completions", TEXT | {"temperature": 0.8, "seed": 5, "logprobs": 5}),
+    "penalties": ("/v1/completions", TEXT | {"temperature": 0.9, "seed": 6, "repetition_penalty": 1.3, "logit_bias": {"40": 2}}),
+    "echo": ("/v1/completions", TEXT | {"temperature": 0, "echo": True, "logprobs": 2}),
+    "prompt logprobs": ("/v1/completions", TEXT | {"temperature": 0, "max_tokens": 3, "prompt_logprobs": 3}),
+    "chat": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 4}),
+    "schema": ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA}}}),
+    "object": ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}),
+    "embeddings": ("/v1/embeddings", {"input": [PROMPT, "water", PROMPT * 9]}),
+    "too long": ("/v1/completions", TEXT | {"prompt": PROMPT * 900}),
+}
+OWN = ("id", "created", "system_fingerprint", "kv_transfer_params")  # of each answer its own
+
+
+def answers(deployment: Deployment) -> dict[str, Any]:
+    """Status and body of each request; two of each at once, so that they meet in steps."""
+    with ThreadPoolExecutor(2 * len(REQUESTS)) as pool:
+        asked = [(name, pool.submit(deployment.post, path, {"model": MODEL, **body})) for name, (path, body) in [*REQUESTS.items()] * 2]
+    found: dict[str, Any] = {}
+    for name, future in asked:
+        reply = future.result()
+        body = {key: value for key, value in reply.json().items() if key not in OWN}
+        body.get("usage", {}).pop("prompt_tokens_details", None)  # who came first
+        assert found.setdefault(name, (reply.status_code, body)) == (reply.status_code, body), name
+    return found
+
+
+@pytest.mark.more
+def test_groups_answer_each_kind_of_request_as_one_process_does(deployment: Deployment) -> None:
+    deployment.start_all(num_threads=1)
+    [compute] = [name for name in deployment.processes if name.startswith("compute")]
+    expected = answers(deployment)
+    assert {name for name, (status, _) in expected.items() if status != 200} == {"too long"}
+    for number, (speculate, sizes) in enumerate([("off", GROUPS[0]), *zip(("self", "auto,self", "auto"), GROUPS, strict=True)]):
+        deployment.kill(compute)
+        compute = deployment.start("compute", f"compute-{number}", num_threads=1, speculate=speculate, **sizes)
+        wait_ready(deployment, compute)
+        found = answers(deployment)
+        assert {name: found[name] for name in REQUESTS if found[name] != expected[name]} == {}, (sizes, speculate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "--tensor-parallel-size 2: on a CPU this needs bfloat16 and the native kernels"),
+        ({"model_impl": "transformers"}, "penstock-demo runs on the transformers library, whole: a group of ranks divides native models only"),
+    ],
+)
+@pytest.mark.more
+def test_a_model_that_no_group_can_run_is_refused_in_one_line(settings: dict[str, str], line: str, deployment: Deployment) -> None:
+    compute = deployment.start("compute", tensor_parallel_size=2, dtype="float32", **settings)
+    assert deployment.processes[compute].wait(60) == 2
+    told = [each for each in deployment.logs().splitlines() if each.startswith("penstock: ")]
+    assert len(told) == 1 and line in told[0]

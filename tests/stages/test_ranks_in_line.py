@@ -87,7 +87,7 @@ def start(settings: ComputeSettings, rank: int) -> "subprocess.Popen[bytes]":
 
 @contextmanager
 def grouped_engine(files: ModelFiles, **options: Any) -> Iterator[Engine]:
-    """The engine of the head of a group of processes."""
+    """The engine of a group's head."""
     cores = os.sched_getaffinity(0)
     settings = ComputeSettings(replica_id="compute-1", dtype="bfloat16", num_threads=1, prefix_caching=False, publish_interval_ms=10, **options)
     others = [start(settings, rank) for rank in range(1, settings.num_ranks)] if settings.master else []

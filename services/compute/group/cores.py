@@ -6,6 +6,11 @@ from pathlib import Path
 NODES, CPUS = Path("/sys/devices/system/node"), Path("/sys/devices/system/cpu")
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def divide_cores(num_ranks: int) -> list[frozenset[int]]:
     """The cores of each rank: disjoint, beside each other, and of one NUMA node where the nodes are
     enough. Empty sets: there are fewer cores than ranks, or this system pins nothing."""

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from services.compute.group.cores import num_cores
 from services.compute.group.ends import Group, Member
 from services.compute.group.local import handle_of_this_process, join_parent, share_memory, start_ranks
 from services.compute.group.remote import connect_to_head, gather_ranks
@@ -46,8 +47,3 @@ def join_group(settings: ComputeSettings) -> Member:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: member.leave())
     return member
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

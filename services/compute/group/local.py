@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from services.compute.group.channel import Channel
-from services.compute.group.cores import divide_cores, pin
+from services.compute.group.cores import divide_cores, num_cores, pin
 from services.compute.group.identity import Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.group.peer import Peer, name_of
 from services.compute.group.watch import STARTUP_ERROR
@@ -64,6 +64,9 @@ def share_memory() -> int:
 def start_ranks(settings: ComputeSettings, command: Sequence[str], memory_fd: int) -> tuple[list[Peer], int]:
     """Start all ranks but this one, and wait until each has said who it is. Returns them, and the
     threads that this one should have. Raises StartupError."""
+    num_threads = settings.num_threads if settings.shard_weights else settings.num_ranks * max(1, settings.num_threads)
+    if num_threads > (count := num_cores()):
+        log.warning("the threads of all ranks are more than the cores: each step waits for the slowest", threads=num_threads, cores=count)
     # where rank 0 alone computes, it has them all
     cores = divide_cores(1) * settings.num_ranks if settings.shard_weights else divide_cores(settings.num_ranks)
     if settings.num_threads > min(map(len, cores)):  # threads that wait for each other must not wait for one core, too

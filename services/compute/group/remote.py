@@ -120,7 +120,8 @@ def connect_to_head(settings: ComputeSettings, rank: int) -> Peer:
         except (OSError, EOFError, Invalid) as error:
             _close(connections)
             if time.monotonic() > deadline:
-                raise StartupError(f"--master {settings.master}: rank 0 did not answer within --group-wait-s {settings.group_wait_s:g}: {error}") from None
+                reason = getattr(error, "strerror", None) or error  # without its number
+                raise StartupError(f"--master {settings.master}: rank 0 did not answer within --group-wait-s {settings.group_wait_s:g}: {reason}") from None
             time.sleep(RETRY_S)
         except BaseException:
             _close(connections)
