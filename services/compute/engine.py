@@ -32,6 +32,7 @@ from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.heads import load_heads, make_head_proposer
 from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
+from services.compute.timing import choose_publish_interval, choose_step_timeout
 from services.compute.warm_up import check_numbers, first_kernels, record_steps, warm_up
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
@@ -43,12 +44,8 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-# beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
-# cores
-CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
 # sequences and tokens of a step: enough to keep the device busy, and a step short
 CUDA_LIMITS, CPU_LIMITS = (256, 2048), (64, 512)
-SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +93,6 @@ def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dt
     if wanted == "float16" and device.type != "cpu":
         return torch.float16
     return torch.float32 if wanted == "float32" else torch.bfloat16
-
-
-def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> float:
-    """Seconds. Where the other stages run on the model's own cores, what they do between two steps
-    is time that the model loses."""
-    if settings.publish_interval_ms is not None:
-        return settings.publish_interval_ms / 1000
-    num_threads = torch.get_num_threads() * (1 if settings.master else settings.num_ranks)
-    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and num_threads >= (os.cpu_count() or 1) else 0.0
-
-
-def choose_step_timeout(settings: ComputeSettings, device: torch.device) -> float:
-    """Seconds after which a step counts as hung."""
-    return settings.step_timeout_s or (CUDA_STEP_S if device.type == "cuda" else CPU_STEP_S)
 
 
 def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ...]:
@@ -162,7 +145,11 @@ def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | No
     try:
         return load_engine(settings, files, group)
     except torch.OutOfMemoryError as error:
-        raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
+        raise StartupError(does_not_fit(files, error)) from None
+
+
+def does_not_fit(files: ModelFiles, error: torch.OutOfMemoryError) -> str:
+    return f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +254,10 @@ def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[Cach
     """The models that have a KV cache: of all ranks together, where these have one memory."""
     models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
     is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
-    return [each.whole if isinstance(each, Decoder) and is_one_memory else each.config for each in models]
+    if not is_one_memory:
+        return [each.config for each in models]
+    # where a norm spans all heads, each rank has them all
+    return [each.whole for each in models if isinstance(each, Decoder) for _ in range(each.num_copies)]
 
 
 def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:

@@ -1,21 +1,28 @@
 """A rank of a group that is not the first: it runs its part of each step, as rank 0 tells it. It knows
 nothing of requests, and does not speak to Redis."""
 
+import torch
+
 from services.compute.cache.kv_cache import KVCache, choose_group
-from services.compute.engine import cached_models, choose_step_timeout, load_models, reserve, size_cache
+from services.compute.engine import cached_models, does_not_fit, load_models, reserve, size_cache
 from services.compute.fingerprint import fingerprint
 from services.compute.group.commands import Loaded
 from services.compute.group.ends import Member
 from services.compute.model_runner import ModelRunner
 from services.compute.place import carry_out, make_runner
 from services.compute.speculation.draft_models import make_draft_runner
+from services.compute.timing import choose_step_timeout
 from shared.model.files import ModelFiles
+from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 
 
 def run_rank(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
     """Load, and run what rank 0 tells until it closes the group. Raises StartupError."""
-    runners = load_runners(settings, files, member)
+    try:
+        runners = load_runners(settings, files, member)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(does_not_fit(files, error)) from None
     for command in member.commands(choose_step_timeout(settings, runners[0].model.backend.device)):
         carry_out(command, runners)
 

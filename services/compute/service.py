@@ -107,11 +107,12 @@ class ComputeService:
         is_encoding = self.images is not None and bool(self.images.opening)
         self.meter.begin()
         self.receive()
+        if self.admitter.quarantine.suspects:
+            self.stages.empty()  # a step that kills this replica is blamed on who is in it
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
         self.scheduler.held = self.constraints.sitting_out()
         if self.flight is not None and (self.scheduler.apart or self.speculation.waits_for(self.flight.batch)):
-            # a trial's step runs with no other; drafts follow tokens that are known, and what comes
-            # after them follows those that stand
+            # a trial's step runs with no other; drafts follow tokens that are known, and others those that stand
             self.collect(self.flight)
         if self.scheduler.apart:
             self.stages.empty()
@@ -193,8 +194,8 @@ class ComputeService:
         self.fail(failures | {key.handle: reduction.failures[key] for key in batch.firsts if key in reduction.failures})
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
-        """Before a step with chunks, which takes longer than those before it: what is held back
-        goes out, and who begins here, for a sequence begins with a chunk, is written down."""
+        """Before a step with chunks, which takes long: send rows that are held back, and write down who begins
+        here, for a sequence begins with a chunk."""
         if new := [active for active in chunks if not active.scheduled_at]:
             for active in new:
                 active.scheduled_at = started_at
@@ -269,8 +270,7 @@ class ComputeService:
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)
 
     def apply(self, decision: Decision) -> None:
-        """The log holds this token now. Mostly it is the one foreseen; where it is not, or is the
-        last, what was computed on it is dropped."""
+        """The log holds this token now; if it is not the one foreseen, or the last, what was computed on it is dropped."""
         active = self.active.get(decision.handle)
         if active is None:
             return  # ended by an earlier one of this batch
@@ -299,7 +299,7 @@ class ComputeService:
             sequence.is_ending = False
 
     def drop_surplus(self, active: ActiveRequest, num_tokens: int, position: int) -> None:
-        """Drop the tokens foreseen beyond the first num_tokens, and the rows after that position."""
+        """Drop tokens foreseen beyond the first num_tokens, and the rows after that position."""
         self.num_surplus_tokens += active.sequence.num_tokens - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
         self.exchange.undecided.forget(active.sequence.handle, position)

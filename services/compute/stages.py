@@ -34,8 +34,17 @@ class Stages:
             sequences = {row.handle: self.scheduler.get(row.handle) for row in batch.rows}
             self.steps.append(StepInStages(batch, run(batch), sequences, began_at))
         if batch is None or len(self.steps) == self.scheduler.num_stages:
+            self._drop_orphans(self.steps[0])
             self.reduce(self.steps.popleft())
         self.scheduler.in_stages = frozenset(row.handle for each in self.steps for row in each.batch.rows if row.sampled or row.pooled)
+
+    def _drop_orphans(self, step: StepInStages) -> None:
+        """Sequences that have lost their blocks since: the drafts of their rows come to nothing, too."""
+        for row in step.batch.rows:
+            sequence, first = step.sequences[row.handle], row.num_computed_tokens + row.sampled.start + 1
+            is_valid = row.handle in self.scheduler.running and sequence.num_computed_tokens == row.num_context_tokens
+            if len(row.sampled) > 1 and not is_valid and not sequence.is_finished and sequence.num_tokens > first:
+                self.scheduler.truncate(sequence, first)
 
     def empty(self) -> None:
         """Take all steps from the stages."""

@@ -100,6 +100,11 @@ class Decoder:
     def finds_slots(self) -> bool:
         return self.attention.finds_slots
 
+    @property
+    def num_copies(self) -> int:
+        """How many ranks have the same heads."""
+        return self.cut.ranks.share.size if self.cut is not None and self.config.is_qk_norm_joint else 1
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on `taps` has what enters these layers, of each step; see Taps."""
         self.taps = Taps(layers, self.config.hidden_size, self.backend.dtype, self.backend.buffers)

@@ -76,9 +76,8 @@ class Scheduler:
         self.awaits_restoring = False  # a sequence begins once a second tier was asked for its blocks
         # handles that sit out: their grammars' masks are not there yet
         self.held: frozenset[int] = frozenset()
-        # of the model, which compute as many steps at once; and handles whose tokens such a step decides
-        self.num_stages = 1
-        self.in_stages: frozenset[int] = frozenset()
+        self.num_stages = 1  # of the model, which compute as many steps at once
+        self.in_stages: frozenset[int] = frozenset()  # handles whose tokens such a step decides
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
         self.shares = Shares()
@@ -248,10 +247,11 @@ class Scheduler:
         return self._budget(step, at_least=max(self.block_manager.block_size * self.shares.is_prompts_turn, self.shares.num_awaited_tokens))
 
     def _budget(self, step: NewStep, at_least: int) -> int:
-        """The tokens that may be added to the step: within its size, and so many at least within
-        what tenants expect of each other, and within the target for who is decoding."""
+        """The tokens that may be added to the step: within its size, and so many at least within what
+        tenants expect of each other, and within the target for who is decoding. With stages a
+        sequence has a token of each so many-th step."""
         bounds = [self.shares.bound_s, self.target_itl_s if step.decodes else None]
-        bound_s = min((each for each in bounds if each is not None), default=None)
+        bound_s = min((each / self.num_stages for each in bounds if each is not None), default=None)
         return step.room(self.max_batched_tokens, self.step_cost.cost, bound_s, at_least)
 
     def _schedule_chunks(self, step: NewStep, behind: list[Sequence], budget: int) -> int:
@@ -295,6 +295,8 @@ class Scheduler:
             victim = self._victim(sequence)
             return Wait() if victim is None else MakeRoom(victim)
         twin = self.groups.twin(sequence)
+        if twin is not None and twin.handle in self.in_stages and not sequence.is_scored:
+            return Wait()
         if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
             if self._can_run(twin):
                 return Wait()  # when the twin's prompt is computed, this one need not be

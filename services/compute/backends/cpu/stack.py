@@ -64,7 +64,10 @@ class NativeStack:
                 called.layers, called.num_layers = ctypes.pointer(self.layers[first]), last - first
                 self.context.run_layers(called)
             taps.keep(len(self.layers), x)
-        return x if self.team is None else x.clone()  # the head's rows come and go in regions, too
+        if self.team is None:
+            return x
+        self.team.check()
+        return x if self.team.cut.rank else x.clone()  # rank 0 reads it while others begin to write the next one
 
     def reserve(self, num_tokens: int) -> None:
         self._take(num_tokens)
@@ -109,7 +112,8 @@ class Team:
         self.group.padded_intermediate = -(-cut.intermediate[-1].stop // UNIT) * UNIT
         # of the step: what is gathered, of whose dimension the ranks have which parts
         self.results: list[tuple[Tensor, Sequence[range], int]] = []
-        self.group.meet = context.meet if cut.ranks.meeting is not None else Meet(lambda _, gathered: self.ranks.complete(*self.results[gathered]))
+        self.error: BaseException | None = None  # of a gather, which native code can't raise
+        self.group.meet = context.meet if cut.ranks.meeting is not None else Meet(self._complete)
 
     def begin(self, added: Tensor, attention: Attention) -> Group:
         """Prepare a step. added: [T, hidden], what the layers add to, or write what is added to it; attention: of
@@ -117,10 +121,25 @@ class Team:
         cut, num_tokens = self.cut, len(added)
         attended = self.ranks.region("attended", (num_tokens, cut.attended[-1].stop), torch.bfloat16)
         num_tiles = -(-num_tokens // (2 * TILE_ROWS)) * 2
-        intermediate = self.ranks.region("intermediate", (num_tiles, self.group.padded_intermediate // UNIT, TILE_ROWS * UNIT), torch.bfloat16)
+        intermediate = self.ranks.region("intermediate", (num_tiles, self.group.padded_intermediate // UNIT, TILE_ROWS, UNIT), torch.bfloat16)
+        # of tiles those that have tokens, and of a single one its tokens
+        tokens = intermediate[: -(-num_tokens // TILE_ROWS), :, : min(num_tokens, TILE_ROWS)]
         own = cut.attended[cut.rank]
         attention.out, attention.out_stride = attended.data_ptr() + own.start * attended.element_size(), attended.shape[1]
         self.group.attended, self.group.intermediate = attended.data_ptr(), intermediate.data_ptr()
         units = [range(each.start // UNIT, -(-each.stop // UNIT)) for each in cut.intermediate]
-        self.results = [(attended, cut.attended, 1), (added, cut.hidden, 1), (intermediate, units, 1), (added, cut.hidden, 1)]
+        self.results = [(attended, cut.attended, 1), (added, cut.hidden, 1), (tokens, units, 1), (added, cut.hidden, 1)]
         return self.group
+
+    def _complete(self, _: int | None, gathered: int) -> None:
+        """A Group's meet. After an error the ranks are out of step: nothing is gathered any more."""
+        if self.error is None:
+            try:
+                self.ranks.complete(*self.results[gathered])
+            except BaseException as error:
+                self.error = error
+
+    def check(self) -> None:
+        """Raises the error of the step's gathers, if there was one."""
+        if self.error is not None:
+            raise self.error
