@@ -43,6 +43,7 @@ def assert_same(model: Path | ModelFiles, sizes: tuple[int, ...], *, shard_weigh
             assert torch.equal(one, other), f"{size} ranks"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family(family: str, tmp_path: Path) -> None:
     reference_model(family, tmp_path)

@@ -28,7 +28,9 @@ def ranks_of(deployment: Deployment, compute: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("groups", [GROUPS, pytest.param(SHARDED, marks=pytest.mark.more)], ids=["divided", "sharded"])
+@pytest.mark.parametrize(
+    "groups", [GROUPS[:1], *(pytest.param(each, marks=pytest.mark.more) for each in (GROUPS[1:], SHARDED))], ids=["ranks", "stages", "sharded"]
+)
 def test_groups_give_the_bytes_of_one_process_and_lose_nothing_with_a_rank(deployment: Deployment, groups: list[dict[str, Any]]) -> None:
     deployment.start_all(num_threads=1)
     [alone] = [name for name in deployment.processes if name.startswith("compute")]

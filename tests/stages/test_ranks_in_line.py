@@ -115,7 +115,7 @@ def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
         yield line
 
 
-@pytest.mark.parametrize("speculate", ["off", "lookup", pytest.param("self", marks=pytest.mark.more)])
+@pytest.mark.parametrize("speculate", ["lookup", pytest.param("off", marks=pytest.mark.more), pytest.param("self", marks=pytest.mark.more)])
 def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with grouped_line(redis_url, pipeline_parallel_size=2, speculate=speculate) as line:
         assert answers(line) == expected
