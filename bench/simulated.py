@@ -100,7 +100,7 @@ def this_machine(bandwidth: float, rates: dict[str, float]) -> Hardware:
     """A data sheet of what this machine reaches in the best case. A step has no host beside it here."""
     if "bf16" not in rates or "int8" not in rates:
         raise SystemExit("bench.simulated needs a compiler, and a CPU with AVX-512 for int8 and bf16")
-    return Hardware(0.0, bandwidth, rates["bf16"], rates["int8"], host_s=0.0)
+    return Hardware(0.0, bandwidth, rates["bf16"], rates["int8"], host_s=0.0, launch_s=0.0)
 
 
 def compare(model: Path, quantization: str, requests: list[TraceRequest], sizes: Sizes, rounds: int) -> None:

@@ -26,7 +26,7 @@ from services.compute.models.sharded import linears_to_keep, sharded_layer
 from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
-from services.compute.parallel.share import WHOLE, Portion, Share
+from services.compute.parallel.share import WHOLE, Portion, Share, layers_of_stage
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
 from shared.process.errors import StartupError
@@ -59,7 +59,7 @@ class Place:
             return range(config.num_layers)
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
-        return self.stage.layers_of(config.num_layers, config.vocab_size / (attention + mlp))
+        return layers_of_stage(self.stage.number, self.stage.count, config.num_layers, config.vocab_size / (attention + mlp))
 
 
 ALONE = Place()

@@ -101,7 +101,7 @@ class ComputeService:
         self.exchange.leave()
 
     def step(self) -> None:
-        """One step. What has come is applied first: a sequence that has ended must not run again."""
+        """One step. Messages that have come are applied first: a sequence that has ended must not run again."""
         for sequence, error in self.admitter.encode():  # one call of the encoder, if it has something to do and it is its turn
             self.cancel(self.active[sequence.handle], error)
         is_encoding = self.images is not None and bool(self.images.opening)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from services.compute.group.identity import Hello, hello_of
-from services.compute.group.remote import connect_to_head, gather_ranks
+from services.compute.group.remote import connect_to_first, gather_ranks
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from tests.deployment import free_port
@@ -264,7 +264,7 @@ def test_a_rank_on_another_host_that_is_told_to_stop_stops_the_group(tmp_path: P
 def join(settings: ComputeSettings, rank: int, errors: list[str]) -> threading.Thread:
     def connect() -> None:
         try:
-            connect_to_head(settings, rank).close()
+            connect_to_first(settings, rank).close()
         except StartupError as error:
             errors.append(str(error))
 
@@ -334,7 +334,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=re.escape(f"ranks 1, 2 of 3 did not come to {settings.master} within --group-wait-s 0.2")):
         gather_ranks(settings)
     with pytest.raises(StartupError, match=rf"--master {settings.master}: rank 0 did not answer within --group-wait-s 0.2: Connection refused"):
-        connect_to_head(settings, 1)
+        connect_to_first(settings, 1)
     with pytest.raises(StartupError, match="rank 0 listens at an address of its own host"):
         gather_ranks(settings.model_copy(update={"master": "192.0.2.1:29400"}))
 

@@ -1,13 +1,18 @@
-"""Replicas of several cards in the simulator: parts add up, no rank works more than one card would, and links and bubbles cost what they must."""
+"""Replicas of several cards in the simulator: parts add up, no rank works more than one card would, and links, launches and waiting cost what they must."""
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from services.compute.models.config import ModelConfig
 from services.compute.parallel.share import Share
+from services.compute.parallel.stage import Stage
+from services.compute.place import Place
 from services.compute.simulation.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
 from services.compute.simulation.models import MODELS, ModelShape, Part, part_of
 from services.compute.simulation.replica import StepLimits
@@ -20,6 +25,8 @@ from shared.process.errors import StartupError
 ROOT = Path(__file__).parents[2]
 FREE = Link(1e30, 0.0, 0.0)
 A100 = HARDWARE["a100-80g"]
+FAST_HOST = replace(A100, launch_s=0.0)
+CONFIGURED = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")  # what both shapes have
 precisions = st.sampled_from(list(PRECISIONS.values()))
 
 
@@ -56,6 +63,7 @@ def parts(model: ModelShape, group: Group) -> list[Part]:
 
 @given(models, sizes, sizes)
 def test_parts_add_up_to_the_model(model: ModelShape, tensor: int, pipeline: int) -> None:
+    assume(pipeline <= model.num_layers)
     found = parts(model, Group(tensor, pipeline))
     assert sum(each.num_layers * each.num_kv_heads for each in found) == model.num_layers * model.num_kv_heads
     assert sum(each.num_layers * each.num_heads for each in found) == model.num_layers * model.num_heads
@@ -85,10 +93,10 @@ def test_memory_adds_up(model: ModelShape, precision: Precision, tensor: int, pi
 
 @given(models, precisions, sizes, works())
 def test_no_rank_works_more_than_one_card_would(model: ModelShape, precision: Precision, tensor: int, work: Work) -> None:
-    """With links that cost nothing, a rank more never makes a step longer."""
-    longer = Roofline(model, A100, precision, Group(tensor, 1, FREE)).seconds(work)
-    shorter = Roofline(model, A100, precision, Group(tensor + 1, 1, FREE)).seconds(work)
-    assert shorter <= longer * (1 + 1e-9) <= Roofline(model, A100, precision).seconds(work) * (1 + 2e-9)
+    """With links and launches that cost nothing, a rank more never makes a step longer."""
+    longer = Roofline(model, FAST_HOST, precision, Group(tensor, 1, FREE)).seconds(work)
+    shorter = Roofline(model, FAST_HOST, precision, Group(tensor + 1, 1, FREE)).seconds(work)
+    assert shorter <= longer * (1 + 1e-9) <= Roofline(model, FAST_HOST, precision).seconds(work) * (1 + 2e-9)
 
 
 @given(models, sizes, sizes, links, works(), st.floats(1, 10))
@@ -107,17 +115,43 @@ def test_a_slower_link_never_makes_a_step_shorter(model: ModelShape, tensor: int
 
 
 @given(models, sizes, sizes, links, works())
-def test_the_bubble_goes_with_enough_sequences(model: ModelShape, tensor: int, pipeline: int, link: Link, work: Work) -> None:
-    """Then only the way of hidden states is left of it."""
-    group = Group(tensor, pipeline, link, FREE)
-    cost = Roofline(model, A100, group=group)
-    enough = replace(work, num_sequences=max(work.num_sequences, pipeline))
-    assert cost.bubble(enough) == pytest.approx(0, abs=1e-9)
-    alone = cost.bubble(replace(work, num_sequences=1))
-    times = [stage.seconds(replace(work, num_sequences=1)) for stage in cost.stages]
-    assert alone == pytest.approx(1 - max(times) / sum(times)) and alone <= 1 - 1 / pipeline + 1e-9
-    slow = Roofline(model, A100, group=replace(group, stage_link=Link(1e9, 1e-4, 1e-4)))
-    assert slow.bubble(enough) <= slow.passing_seconds(enough.divided(pipeline)) / slow.seconds(enough) + 1e-9
+def test_with_enough_sequences_the_busiest_stage_never_waits(model: ModelShape, tensor: int, pipeline: int, link: Link, work: Work) -> None:
+    """Then only the way of hidden states may be added. One sequence goes through one stage after the other."""
+    cost = Roofline(model, A100, group=Group(tensor, pipeline, link, FREE))
+    enough, alone = replace(work, num_sequences=max(work.num_sequences, pipeline)), replace(work, num_sequences=1)
+    busiest = pipeline * max(stage.seconds(enough.divided(pipeline)) for stage in cost.stages)
+    assert cost.seconds(enough) == pytest.approx(busiest)
+    assert cost.seconds(alone) == pytest.approx(sum(stage.seconds(alone) for stage in cost.stages))
+    slow = Roofline(model, A100, group=Group(tensor, pipeline, link, Link(1e9, 1e-4, 1e-4)))
+    assert busiest * (1 - 1e-9) <= slow.seconds(enough) <= busiest * (1 + 1e-9) + slow.passing_seconds(enough.divided(pipeline))
+
+
+@given(models, st.integers(2, 9))
+def test_stages_are_cut_as_the_engine_cuts_them(model: ModelShape, pipeline: int) -> None:
+    """A mixture's experts are counted by those that one token goes through."""
+    assume(pipeline <= model.num_layers)
+    mixture = None if model.num_experts == 1 else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
+    config = SimpleNamespace(**{name: getattr(model, name) for name in CONFIGURED}, moe=mixture)
+    for number in range(pipeline):
+        layers = Place(stage=Stage(number, pipeline, None)).layers_of(cast(ModelConfig, config))
+        assert len(layers) == part_of(model, Share(), Share(number, pipeline)).num_layers >= 1
+
+
+def test_the_first_stage_has_fewer_layers() -> None:
+    """SmolLM2's head is worth 8 of its 30 layers, so the second stage has 19."""
+    assert [part_of(MODELS["smollm2-135m"], Share(), Share(number, 2)).num_layers for number in range(2)] == [11, 19]
+    with pytest.raises(StartupError, match="--pipeline-parallel-size 31: the model has 30 layers"):
+        kv_tokens(MODELS["smollm2-135m"], A100, group=Group(1, 31))
+
+
+def test_a_step_that_is_not_recorded_waits_for_its_launches() -> None:
+    """Two cards with free links: their 32 layers have 9 launches each, and 4 gathers of 7."""
+    model, work = MODELS["llama-3-8b"], Work(1, 100, 100, 1)
+    launches_s = (32 * 9 + (32 * 4 + 2) * 7) * A100.launch_s
+    assert Roofline(model, A100, group=Group(2, 1, FREE)).seconds(work) == pytest.approx(A100.host_s + launches_s)
+    alone, chunk = Roofline(model, replace(A100, launch_s=1e-3)), Work(2, 100, 100, 1)
+    assert alone.seconds(work) == Roofline(model, FAST_HOST).seconds(work)
+    assert alone.seconds(chunk) == pytest.approx(A100.host_s + 32 * 9 * 1e-3)
 
 
 def test_a_group_by_hand() -> None:
@@ -125,7 +159,7 @@ def test_a_group_by_hand() -> None:
     model, link = MODELS["smollm2-135m"], LINKS["nvlink3"]
     first, last = parts(model, Group(2))
     assert (first.num_kv_heads, first.num_heads, last.num_kv_heads) == (2, 6, 1)
-    alone, both = Roofline(model, A100, group=Group(2, 1, FREE)), Roofline(model, A100, group=Group(2, 1, link))
+    alone, both = Roofline(model, FAST_HOST, group=Group(2, 1, FREE)), Roofline(model, FAST_HOST, group=Group(2, 1, link))
     columns = 30 * (6 * 64 + 288 + 768 + 288) + 576
     gathers_s = (30 * 4 + 2) * link.latency_s(2) + (100 * columns * 2 + 100 * 24_576 * 4) * link.byte_s
     work = Work(100, 100, 100, 100)

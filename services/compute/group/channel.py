@@ -1,4 +1,4 @@
-"""Channel: one connection between the head and another rank. Messages arrive whole and in order."""
+"""Channel: one connection between rank 0 and another rank. Messages arrive whole and in order."""
 
 import socket
 import struct

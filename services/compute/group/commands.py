@@ -1,4 +1,4 @@
-"""The commands of the head to the other ranks, and their answers: frozen dataclasses, as msgpack.
+"""The commands of rank 0 to the other ranks, and their answers: frozen dataclasses, as msgpack.
 
 Both ends are of one version (`PROTOCOL`), so nothing is checked twice. A batch of 64 rows goes out in
 every step, so its integers stay msgpack's own.
@@ -22,7 +22,7 @@ from shared.process.errors import Invalid
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run one step of a model up to the head. model: its number among the replica's."""
+    """Run one step of a model up to the LM head. model: its number among the replica's."""
 
     model: int
     batch: ScheduledBatch

@@ -46,7 +46,7 @@ class End:
         self._watch.part(reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
         self._end()
         if isinstance(error, StartupError) and self.peers[0].is_parent:
-            sys.exit(STARTUP_ERROR)  # the head says it, to the same terminal
+            sys.exit(STARTUP_ERROR)  # rank 0 says it, to the same terminal
 
     def _end(self) -> None:
         if not self._is_over:
@@ -121,36 +121,36 @@ class Group(End):
 class Member(End):
     """The end of any other rank."""
 
-    def __init__(self, settings: ComputeSettings, rank: int, head: Peer, memory_fd: int | None, num_threads: int) -> None:
+    def __init__(self, settings: ComputeSettings, rank: int, first: Peer, memory_fd: int | None, num_threads: int) -> None:
         self.rank = rank
-        self._head = head
-        super().__init__(settings, [head], memory_fd, num_threads)
+        self._first = first
+        super().__init__(settings, [first], memory_fd, num_threads)
 
     def identify(self, loaded: Loaded) -> None:
-        """Say what this rank has loaded, and wait for all others. If the head refuses, this process
+        """Say what this rank has loaded, and wait for all others. If rank 0 refuses, this process
         ends with one line."""
         self.answer(loaded)
-        self._receive(self._head)
+        self._receive(self._first)
         self._all_loaded()
 
     def commands(self, step_timeout_s: float) -> Iterator[Any]:
-        """The head's commands, until it closes the group. One that is not carried out within
+        """Rank 0's commands, until it closes the group. One that is not carried out within
         step_timeout_s, when the next is asked for, ends the group."""
         self._watch.step_timeout_s = step_timeout_s
-        while not isinstance(command := self._receive(self._head, BUSY_S), Close):
+        while not isinstance(command := self._receive(self._first, BUSY_S), Close):
             self._watch.busy = time.monotonic(), type(command).__name__
             yield command
             self._watch.busy = None
         self._end()
 
     def hear(self) -> Any:
-        """Wait for the head's next message while loading."""
-        return self._receive(self._head)
+        """Wait for rank 0's next message while loading."""
+        return self._receive(self._first)
 
     def answer(self, message: Any) -> None:
-        """Send the head a dataclass of commands.py."""
-        self._send(self._head, encode(message))
+        """Send rank 0 a dataclass of commands.py."""
+        self._send(self._first, encode(message))
 
     def leave(self) -> None:
-        """This rank was told to stop: the head stops as on SIGTERM, and closes the group."""
+        """This rank was told to stop: rank 0 stops as on SIGTERM, and closes the group."""
         self._watch.leave()

@@ -43,7 +43,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The head's answer to a Hello. refusal: why the rank can't be in the group; empty: it is."""
+    """Rank 0's answer to a Hello. refusal: why the rank can't be in the group; empty: it is."""
 
     refusal: str
     host: str = field(default_factory=socket.gethostname)
@@ -55,8 +55,8 @@ def hello_of(settings: ComputeSettings, rank: int, use: str = "commands") -> Hel
 
 
 def say_hello(connection: socket.socket, hello: Hello) -> Answer:
-    """Introduce this rank on a connection, and wait for the head's answer. Raises StartupError for a
-    refusal, EOFError, OSError or Invalid for an end that is no head."""
+    """Introduce this rank on a connection, and wait for rank 0's answer. Raises StartupError for a
+    refusal, EOFError, OSError or Invalid for an end that is not rank 0."""
     _send(connection, [hello.rank, hello.use, hello.version, hello.protocol, hello.settings, hello.host, hello.pid])
     answer = Answer(*_receive(connection, 3))
     if answer.refusal:

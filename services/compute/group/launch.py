@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from services.compute.group.cores import num_cores
 from services.compute.group.ends import Group, Member
 from services.compute.group.local import handle_of_this_process, join_parent, share_memory, start_ranks
-from services.compute.group.remote import connect_to_head, gather_ranks
+from services.compute.group.remote import connect_to_first, gather_ranks
 from shared.process.settings import ComputeSettings
 
 COMMAND = (sys.executable, "-m", "services.compute")
@@ -37,13 +37,13 @@ def open_group(settings: ComputeSettings, command: Sequence[str] = COMMAND) -> G
 
 
 def join_group(settings: ComputeSettings) -> Member:
-    """Another rank's end of its group, once the head is there. Raises StartupError."""
+    """Another rank's end of its group, once rank 0 is there. Raises StartupError."""
     handle = handle_of_this_process()
     if handle is not None:
-        head = join_parent(settings, handle)
-        return Member(settings, handle.rank, head, handle.memory, settings.num_threads)
+        first = join_parent(settings, handle)
+        return Member(settings, handle.rank, first, handle.memory, settings.num_threads)
     rank = rank_of(settings)
-    member = Member(settings, rank, connect_to_head(settings, rank), None, settings.num_threads or num_cores())
+    member = Member(settings, rank, connect_to_first(settings, rank), None, settings.num_threads or num_cores())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: member.leave())
     return member

@@ -37,7 +37,7 @@ class Handle:
     """A rank that rank 0 starts gets this."""
 
     rank: int
-    head: int  # rank 0's pid
+    first: int  # rank 0's pid
     commands: int  # descriptors: of its end of the connection for commands,
     watch: int  # of that for signs of life,
     memory: int  # and of the memory of all ranks
@@ -131,9 +131,9 @@ def _await_hello(peer: Peer, ours: Hello, deadline: float) -> None:
 
 
 def join_parent(settings: ComputeSettings, handle: Handle) -> Peer:
-    """The head, to a rank that it started. Raises StartupError."""
+    """Rank 0, to a rank that it started. Raises StartupError."""
     del os.environ[HANDLE]  # not for processes of our own
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager sends them to all; the head decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager sends them to all; rank 0 decides
         signal.signal(number, signal.SIG_IGN)
     pin(frozenset(handle.cores))
     commands, watch = socket.socket(fileno=handle.commands), socket.socket(fileno=handle.watch)
@@ -143,5 +143,5 @@ def join_parent(settings: ComputeSettings, handle: Handle) -> Peer:
     try:
         answer = say_hello(commands, hello_of(settings, handle.rank))
     except (EOFError, OSError, Invalid):
-        raise StartupError(f"{name_of(0, settings.num_ranks, socket.gethostname(), handle.head)} died") from None
+        raise StartupError(f"{name_of(0, settings.num_ranks, socket.gethostname(), handle.first)} died") from None
     return Peer(0, settings.num_ranks, answer.host, answer.pid, Channel(commands), watch, is_parent=True)

@@ -106,8 +106,8 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-def connect_to_head(settings: ComputeSettings, rank: int) -> Peer:
-    """The head, once it is there. Raises StartupError: for its refusal, or if it does not come."""
+def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
+    """Rank 0, once it is there. Raises StartupError: for its refusal, or if it does not come."""
     address = split_address(settings.master)
     deadline = time.monotonic() + settings.group_wait_s
     connections: list[socket.socket] = []
@@ -129,7 +129,7 @@ def connect_to_head(settings: ComputeSettings, rank: int) -> Peer:
 
 
 def _introduce(connection: socket.socket, hello: Hello, deadline: float, timeout_s: float) -> Answer:
-    connection.settimeout(max(HELLO_S, deadline - time.monotonic()))  # the head may be busy with others
+    connection.settimeout(max(HELLO_S, deadline - time.monotonic()))  # rank 0 may be busy with others
     answer = say_hello(connection, hello)
     prepare(connection, timeout_s)
     return answer

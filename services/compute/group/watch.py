@@ -1,6 +1,6 @@
 """Watch: the thread that ends this process when a rank of its group has died, hangs, or is cut off.
 
-Every rank tells the head that it lives, and the head tells every rank, on connections of their own:
+Every rank tells rank 0 that it lives, and rank 0 tells every rank, on connections of their own:
 a long step, or a full connection for commands, delays no sign of life. The end is `os._exit`, since
 the main thread may wait in native code for a rank that will never come.
 """
@@ -40,7 +40,7 @@ class Watch(threading.Thread):
         self.busy: tuple[float, str] | None = None  # monotonic, s: since when the main thread carries a command out, and its name
         self.step_timeout_s: float | None = None  # how long that may take
         self._is_ended = False
-        self._stops_at: float | None = None  # monotonic, s: it has been told to stop, and waits for the head until then
+        self._stops_at: float | None = None  # monotonic, s: it has been told to stop, and waits for rank 0 until then
         self._lock = threading.Lock()  # a watch that was stopped ends no process
         self._wakes, self._wake = socket.socketpair()
 
@@ -127,7 +127,7 @@ class Watch(threading.Thread):
         self._exit(1)
 
     def leave(self) -> None:
-        """This rank was told to stop: so is the head, which ends the group when its work is handed
+        """This rank was told to stop: so is rank 0, which ends the group when its work is handed
         on. If it does not, this process ends."""
         self._stops_at = time.monotonic() + STOP_TIMEOUT_S
         self.tell("leaves")

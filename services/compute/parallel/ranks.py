@@ -25,7 +25,7 @@ class Ranks(Protocol):
         ...
 
     def region(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a result of all ranks, one of REGIONS. What is in it is left from before."""
+        """Memory for a result of all ranks, one of REGIONS. It holds what was left in it before."""
         ...
 
     def complete(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:

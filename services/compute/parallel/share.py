@@ -32,6 +32,18 @@ class Share:
 WHOLE = Share()
 
 
+def layers_of_stage(number: int, count: int, num_layers: int, head: float) -> range:
+    """The layers of one of `count` stages (pipeline parallelism), one at least where there are as many.
+    head: how many layers the LM head is worth: the first stage has so many fewer."""
+
+    def end(number: int) -> int:
+        """Where the first `number` stages end."""
+        fair = round((num_layers + head) * number / count - head)
+        return max(number, min(fair, num_layers - count + number)) if number else 0
+
+    return range(end(number), end(number + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Portion:
     """Which of a model's weights a process has: a part of each of its stage's layers."""

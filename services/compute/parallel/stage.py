@@ -19,16 +19,6 @@ class Stage:
     def is_first(self) -> bool:
         return self.number == 0
 
-    def layers_of(self, num_layers: int, head: float) -> range:
-        """The stage's layers, one at least. head: how many layers the head is worth: the first stage
-        has so many fewer."""
-        return range(self._end(self.number, num_layers, head), self._end(self.number + 1, num_layers, head))
-
-    def _end(self, number: int, num_layers: int, head: float) -> int:
-        """Where the first `number` stages end."""
-        fair = round((num_layers + head) * number / self.count - head)
-        return max(number, min(fair, num_layers - self.count + number)) if number else 0
-
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor | None:
         """Receive what the stage before has made of a step's tokens, [tokens, hidden]."""
         return None if self.pipe is None else self.pipe.receive((num_tokens, hidden_size), dtype).wait()

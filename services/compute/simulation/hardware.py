@@ -5,6 +5,9 @@ from dataclasses import dataclass
 # shares of the data sheets' figures that good kernels reach
 BANDWIDTH_SHARE, FLOPS_SHARE, LINK_SHARE = 0.8, 0.6, 0.8
 HOST_S = 1.5e-3  # a step costs this beside its bytes and operations
+# A step that is not recorded is launched kernel by kernel, while the card computes what was launched.
+LAUNCH_S = 10e-6  # of the host, in Python
+LAYER_LAUNCHES, GATHER_LAUNCHES = 9, 7  # of a layer, and of each gather: padding, the collective, putting parts side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Hardware:
     link: str = "shared-memory"  # to other cards in the host
     price: float = 0.0  # $ an hour
     host_s: float = HOST_S
+    launch_s: float = LAUNCH_S
     bandwidth_share: float = BANDWIDTH_SHARE
     flops_share: float = FLOPS_SHARE
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.compute.parallel.share import Share
+from services.compute.parallel.share import Share, layers_of_stage
 from services.compute.simulation.reading import reason
 from shared.process.errors import StartupError
 
@@ -37,6 +37,11 @@ class ModelShape:
     @property
     def head_weights(self) -> int:
         return self.vocab_size * self.hidden_size
+
+    @property
+    def head_in_layers(self) -> float:
+        """How many layers the LM head is worth in a step of a few tokens, as place.py counts them."""
+        return self.head_weights / (self.attention_weights + self.num_active * self.expert_weights)
 
     @property
     def num_parameters(self) -> int:
@@ -82,11 +87,11 @@ def part_of(model: ModelShape, share: Share, stage: Share) -> Part:
         mlp = len(share.part(model.num_experts, 1)) * model.expert_weights
     else:
         mlp = 2 * len(share.part(model.intermediate_size)) * model.hidden_size + hidden * model.intermediate_size
-    has_head = stage.rank == 0
+    has_head, layers = stage.rank == 0, layers_of_stage(stage.rank, stage.size, model.num_layers, model.head_in_layers)
     head = len(share.part(model.vocab_size)) * model.hidden_size if has_head else 0
     embedding = model.head_weights - (head if model.is_tied else 0) if has_head and share.rank == 0 else 0
     qkv = (num_heads + 2 * num_kv_heads) * model.head_dim * model.hidden_size
-    return Part(len(stage.part(model.num_layers, 1)), qkv + hidden * q_size, mlp, head, embedding, num_heads, num_kv_heads)
+    return Part(len(layers), qkv + hidden * q_size, mlp, head, embedding, num_heads, num_kv_heads)
 
 
 # as in the config.json that their makers published

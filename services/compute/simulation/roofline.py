@@ -5,13 +5,16 @@ its bytes and for its operations (Williams et al. 2009, "Roofline"). With tensor
 layer is cut by its outputs, and the outputs are gathered: attention's, its projection's, the MLP's
 activations, and the MLP's. With pipeline parallelism a step's sequences are divided over as many
 smaller steps as there are stages. These follow each other through the stages.
+
+Steps without chunks of prompts are recorded, unless a layer is cut. The host launches all others kernel
+by kernel: it may take longer than the card.
 """
 
 from dataclasses import dataclass
 
 from services.compute.batch import ScheduledBatch
 from services.compute.parallel.share import UNIT, Share
-from services.compute.simulation.hardware import LINKS, Hardware, Link, Precision
+from services.compute.simulation.hardware import GATHER_LAUNCHES, LAYER_LAUNCHES, LINKS, Hardware, Link, Precision
 from services.compute.simulation.models import ModelShape, Part, part_of
 from shared.process.errors import StartupError
 
@@ -64,7 +67,10 @@ BF16, ONE_CARD = Precision(), Group()
 class Stage:
     """Seconds of a rank that has some of the layers, by what a step has to do."""
 
-    fixed_s: float  # the host's, and latencies of gathers
+    host_s: float
+    launches_s: float  # the host's, beside the card's, of a step that is not recorded
+    is_recordable: bool  # whether steps without chunks are
+    latencies_s: float  # of gathers
     attention_weights_s: float  # reading them
     mlp_weights_s: float
     unchosen: float  # share of a mixture's experts that one token leaves out
@@ -85,7 +91,8 @@ class Stage:
         products = max(self.attention_weights_s, self.attention_token_s * tokens) + max(self.mlp_weights_s * chosen, self.mlp_token_s * tokens)
         head = max(self.head_weights_s, self.head_row_s * rows)
         attention = max(self.context_token_s * work.num_context_tokens, self.pair_s * work.num_pairs)
-        return self.fixed_s + products + head + attention + self.gather_token_s * tokens + self.gather_row_s * rows
+        card_s = products + head + attention + self.latencies_s + self.gather_token_s * tokens + self.gather_row_s * rows
+        return self.host_s + (card_s if self.is_recordable and tokens <= rows else max(card_s, self.launches_s))
 
 
 class Roofline:
@@ -111,11 +118,6 @@ class Roofline:
         num_states = (len(self.stages) - 1) * work.num_tokens + work.num_sequences
         return len(self.stages) * self.group.stage_link.latency_s(2) + num_states * self.hidden_bytes * self.group.stage_link.byte_s
 
-    def bubble(self, work: Work) -> float:
-        """The share of the step in which the busiest stage waits."""
-        count = min(len(self.stages), work.num_sequences)
-        return 1 - count * max(stage.seconds(work.divided(count)) for stage in self.stages) / self.seconds(work)
-
 
 def make_stage(model: ModelShape, hardware: Hardware, precision: Precision, group: Group, number: int) -> Stage:
     """The first rank's stage of that number."""
@@ -123,9 +125,12 @@ def make_stage(model: ModelShape, hardware: Hardware, precision: Precision, grou
     multiply_s = 2 / (hardware.flops_share * (hardware.int8_ops if precision.has_int8_products else hardware.flops))
     part = part_of(model, Share(0, group.tensor), Share(number, group.pipeline))
     layers, active = part.num_layers, model.num_active / model.num_experts
-    latencies_s, token_s, row_s = gathers(model, part, group, is_first=number == 0) if group.tensor > 1 else (0.0, 0.0, 0.0)
+    num_gathers, token_s, row_s = gathers(model, part, group, is_first=number == 0) if group.tensor > 1 else (0, 0.0, 0.0)
     return Stage(
-        fixed_s=latencies_s + (hardware.host_s if number == 0 else 0.0),
+        host_s=hardware.host_s if number == 0 else 0.0,
+        launches_s=(layers * LAYER_LAUNCHES + num_gathers * GATHER_LAUNCHES) * hardware.launch_s,
+        is_recordable=group.tensor == 1,
+        latencies_s=num_gathers * group.link.latency_s(group.tensor),
         attention_weights_s=layers * part.attention_weights * precision.weight_bytes / bandwidth,
         mlp_weights_s=layers * part.mlp_weights * precision.weight_bytes / bandwidth,
         unchosen=1 - active,
@@ -140,8 +145,8 @@ def make_stage(model: ModelShape, hardware: Hardware, precision: Precision, grou
     )
 
 
-def gathers(model: ModelShape, part: Part, group: Group, *, is_first: bool) -> tuple[float, float, float]:
-    """Latencies, seconds for each token, and for each row of logits, which the first stage gathers."""
+def gathers(model: ModelShape, part: Part, group: Group, *, is_first: bool) -> tuple[int, float, float]:
+    """Their number, seconds for each token, and for each row of logits, which the first stage gathers."""
     ranks = Share(0, group.tensor)
     heads = received(ranks, model.num_kv_heads, 1) * model.num_heads // model.num_kv_heads * model.head_dim
     hidden = received(ranks, model.hidden_size)
@@ -153,7 +158,7 @@ def gathers(model: ModelShape, part: Part, group: Group, *, is_first: bool) -> t
     num_gathers = part.num_layers * count + 1 + is_first
     logits = received(ranks, model.vocab_size) if is_first else 0
     byte_s = group.link.byte_s
-    return num_gathers * group.link.latency_s(group.tensor), HIDDEN_BYTES * columns * byte_s, LOGIT_BYTES * logits * byte_s
+    return num_gathers, HIDDEN_BYTES * columns * byte_s, LOGIT_BYTES * logits * byte_s
 
 
 def received(ranks: Share, n: int, unit: int = UNIT) -> int:
@@ -172,7 +177,10 @@ def weight_bytes(part: Part, precision: Precision) -> float:
 
 
 def kv_tokens(model: ModelShape, hardware: Hardware, precision: Precision = BF16, group: Group = ONE_CARD) -> int:
-    """Tokens whose KV fits beside the weights on each card. Raises StartupError if there is no room."""
+    """Tokens whose KV fits beside the weights on each card. Raises StartupError if there is no room, or a
+    stage without a layer."""
+    if group.pipeline > model.num_layers:
+        raise StartupError(f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers")
     fitting: list[int] = []
     for number in range(group.num_cards):
         part = part_of(model, Share(number % group.tensor, group.tensor), Share(number // group.tensor, group.pipeline))

@@ -155,8 +155,9 @@ PUBLISHED = (
 
 
 def simulate_published(case: Published) -> float:
-    """Output tokens/s by the simulator. The whole batch fits, for it was measured."""
-    hardware = HARDWARE["a100-40g"]
+    """Output tokens/s by the simulator. The whole batch fits, for it was measured; and that engine, in
+    C++, is taken to launch its kernels faster than the card computes."""
+    hardware = replace(HARDWARE["a100-40g"], launch_s=0.0)
     cost = Roofline(MODELS[case.model], hardware, Precision(kv_bytes=PUBLISHED_KV_BYTES), Group(case.tensor, link=LINKS[hardware.link]))
     length = case.num_prompt_tokens + case.num_output_tokens
     requests = [TraceRequest(case.num_prompt_tokens, case.num_output_tokens)] * case.batch
