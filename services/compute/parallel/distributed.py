@@ -48,9 +48,8 @@ def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device, wait: t
     """Open the connections of all ranks; returns when all are there. Raises RuntimeError for one that
     does not come, or that can't be reached."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait)
-    group = dist.new_group(timeout=TIMEOUT)  # gloo keeps the timeout that a group was made with
+    group: dist.ProcessGroup = dist.new_group(timeout=TIMEOUT)  # gloo keeps the timeout that a group was made with
     store.set_timeout(TIMEOUT)  # NCCL asks it for addresses later
-    assert group is not None
     return group
 
 
