@@ -16,7 +16,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks, free_memory
 from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier
-from services.compute.fingerprint import fingerprint, vision_fingerprint
+from services.compute.fingerprint import fingerprint, vision_fingerprint, with_drafts
 from services.compute.group.commands import Loaded
 from services.compute.group.ends import Group, Member
 from services.compute.images.encoding import ImageEncoding
@@ -199,7 +199,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     found = fingerprint(settings, files, model.backend)
     if group is not None:
-        group.identify(Loaded(found.name, backend.arithmetic))
+        group.identify(Loaded(with_drafts(found.name, settings, speculators), backend.arithmetic))
     size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})

@@ -11,6 +11,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 
 from services.compute.backends.backend import Backend
 from shared.model.decision import DRAW
-from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
+from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles, open_model
 from shared.model.gguf.parts import parts_of
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
@@ -66,6 +67,14 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) 
     head = {name: getattr(settings, name) for name in HEAD_SETTINGS}
     name = digest_of({"kv": kv, "head": head, "files": hashes, "draw": DRAW})[:12]
     return Fingerprint(f"fp_{name}{BATCH_VARIANT if settings.allow_batch_variance else ''}", kv)
+
+
+def with_drafts(name: str, settings: ComputeSettings, speculators: Sequence[str]) -> str:
+    """The fingerprint `name`, and the contents of the models that draft: no token depends on them,
+    but ranks that divide them must have the same. Raises StartupError."""
+    paths = {"self": settings.self_draft, "draft": settings.draft_model}
+    drafts = {each: content_hashes(open_model(path, weights=True)) for each in speculators if (path := paths.get(each))}
+    return f"{name} with drafts {digest_of(drafts)[:12]}" if drafts else name
 
 
 def vision_fingerprint(files: ModelFiles, dtype: str, device: str) -> str:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.choose import context_of, has_same_columns, ranks_of_host
@@ -23,13 +24,13 @@ from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
 from services.compute.models.sharded import linears_to_keep, sharded_layer
-from services.compute.parallel.distributed import DistributedRanks, Pipe, join, listen, meet_at
+from services.compute.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, choose_interface, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
 from services.compute.parallel.share import WHOLE, Portion, Share, layers_of_stage
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, Unready
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings
 
@@ -54,9 +55,12 @@ class Place:
 
     def layers_of(self, config: ModelConfig) -> range:
         """The layers that are here. Stages are to take as long as each other, and in a step of a few
-        tokens a layer takes as long as its weights are many."""
+        tokens a layer takes as long as its weights are many. Raises StartupError for fewer layers than
+        stages."""
         if self.stage is None:
             return range(config.num_layers)
+        if config.num_layers < self.stage.count:
+            raise StartupError(f"--pipeline-parallel-size {self.stage.count}: the model has {config.num_layers} layers, and each stage needs one")
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
         return layers_of_stage(self.stage.number, self.stage.count, config.num_layers, config.vocab_size / (attention + mlp))
@@ -72,15 +76,13 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
         return ALONE
     check_group(settings, backend)
     if settings.shard_weights:
-        connect(settings, backend.device, end)
-        return Place(tell=end.send if isinstance(end, Group) else None, shards=dist.group.WORLD)
+        return Place(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu":
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
     ranks: Ranks | None = None
     number = end.rank // size
-    if memory is None or count > 1:
-        connect(settings, backend.device, end)
+    world = connect(settings, backend.device, end) if memory is None or count > 1 else None
     if size > 1 and memory is not None:
         ranks = ranks_of_host(backend, Share(end.rank % size, size), memory[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])
     elif size > 1:
@@ -88,8 +90,13 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
             members = range(first, first + size)
             made = DistributedRanks(Share(end.rank % size, size), members, backend.device)
             ranks = made if end.rank in members else ranks
-    pipe = Pipe((end.rank - size) % (size * count), (end.rank + size) % (size * count), backend.device) if end.rank % size == 0 else None
-    return Place(ranks, Stage(number, count, pipe) if count > 1 else None, end.send if isinstance(end, Group) else None)
+    stage, pipe = None, None
+    if count > 1:
+        assert world is not None
+        if end.rank % size == 0:
+            pipe = Pipe(world, (end.rank - size) % (size * count), (end.rank + size) % (size * count), backend.device)
+        stage = Stage(number, count, pipe)
+    return Place(ranks, stage, end.send if isinstance(end, Group) else None)
 
 
 def check_group(settings: ComputeSettings, backend: Backend) -> None:
@@ -108,16 +115,23 @@ def check_group(settings: ComputeSettings, backend: Backend) -> None:
         raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
 
 
-def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> None:
-    """Open torch.distributed's connections between all ranks."""
-    num_ranks = settings.num_ranks
-    if isinstance(end, Group):
-        store = listen(split_address(settings.master)[0] if settings.master else "127.0.0.1")
-        end.send(Rendezvous(store.host, store.port))
-    else:
-        rendezvous = end.hear()
-        store = join(rendezvous.host, rendezvous.port)
-    meet_at(store, end.rank, num_ranks, device)
+def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> ProcessGroup:
+    """Open torch.distributed's connections between all ranks. Raises StartupError."""
+    host, wait = split_address(settings.master)[0] if settings.master else LOOPBACK, timedelta(seconds=settings.group_wait_s)
+    choose_interface(end.peers[0].channel.connection.getsockname()[0] if settings.master else LOOPBACK)
+    try:
+        if isinstance(end, Group):
+            store = listen(host, wait)
+            end.send(Rendezvous(store.port, device.type))
+        else:
+            rendezvous: Rendezvous = end.hear()
+            if rendezvous.device != device.type:
+                raise StartupError(f"rank {end.rank} has the device {device.type}, and rank 0 has {rendezvous.device}: the ranks of a group must have the same")
+            store = join(host, rendezvous.port, wait)
+        return meet_at(store, end.rank, settings.num_ranks, device, wait)
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise Unready(f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: {reason}") from None
 
 
 def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:

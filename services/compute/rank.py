@@ -5,7 +5,7 @@ import torch
 
 from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.engine import cached_models, does_not_fit, load_models, reserve, size_cache
-from services.compute.fingerprint import fingerprint
+from services.compute.fingerprint import fingerprint, with_drafts
 from services.compute.group.commands import Loaded
 from services.compute.group.ends import Member
 from services.compute.model_runner import ModelRunner
@@ -32,7 +32,8 @@ def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -
     loaded = load_models(settings, files, member)
     model, backend = loaded.model, loaded.backend
     workspace_bytes = reserve(settings, loaded)
-    member.identify(Loaded(fingerprint(settings, files, backend).name, backend.arithmetic))
+    name = with_drafts(fingerprint(settings, files, backend).name, settings, loaded.speculators)
+    member.identify(Loaded(name, backend.arithmetic))
     size = size_cache(settings, cached_models(loaded, member), loaded.limit, backend, workspace_bytes, member)
     cache = KVCache(model.config, backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     target = make_runner(loaded.place, 0, model, cache, backend.row_search)

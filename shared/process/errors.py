@@ -6,6 +6,7 @@ PenstockError
 ├── Recoverable   try again: Redis is away, a replica has gone
 ├── Lost          Redis does not hold any more what it held: the request ends with a clear error
 └── StartupError  this process can't run as configured: one line, exit code 2
+    └── Unready   the same, but another start may go well: exit code 1
 """
 
 
@@ -44,3 +45,11 @@ class Lost(PenstockError):
 
 class StartupError(PenstockError):
     """The process can't start: a missing model, an unreachable Redis, a setting out of range."""
+
+    exit_code = 2
+
+
+class Unready(StartupError):
+    """The process can't start yet: others that it needs are not there."""
+
+    exit_code = 1

@@ -165,7 +165,7 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
         main()
     except StartupError as error:
         sys.stderr.write(f"penstock: {error}\n")
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except DENIED as error:
         sys.stderr.write(f"penstock: {refusal_of(error)}\n")
         sys.exit(1)

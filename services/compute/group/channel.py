@@ -44,18 +44,22 @@ def send_frame(connection: socket.socket, data: bytes) -> None:
     connection.sendall(FRAME.pack(len(data)) + data)
 
 
-def receive_frame(connection: socket.socket, longest: int = LONGEST) -> bytes:
-    """Raises EOFError, OSError, or Invalid for a longer one."""
-    (length,) = FRAME.unpack(_receive(connection, FRAME.size))
+def receive_frame(connection: socket.socket, longest: int = LONGEST, deadline: float | None = None) -> bytes:
+    """deadline: of all of it (monotonic, s). Raises EOFError, OSError, or Invalid for a longer one."""
+    (length,) = FRAME.unpack(_receive(connection, FRAME.size, deadline))
     if length > longest:
         raise Invalid(f"no message of a group: {length} bytes")
-    return _receive(connection, length)
+    return _receive(connection, length, deadline)
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, deadline: float | None) -> bytes:
     data = bytearray(count)
     view = memoryview(data)
     while view:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
         if not (received := connection.recv_into(view)):
             raise EOFError("the connection ended")
         view = view[received:]

@@ -39,10 +39,10 @@ class RunHead:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where torch.distributed meets."""
+    """Where torch.distributed meets: a port of rank 0's host. device: rank 0's, by its type."""
 
-    host: str
     port: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Self
 from services.compute.group.commands import Accepted, Close, Loaded, encode
 from services.compute.group.identity import refuse_loaded
 from services.compute.group.peer import Peer
-from services.compute.group.watch import STARTUP_ERROR, Watch
+from services.compute.group.watch import Watch
 from shared.process.errors import Invalid, PenstockError, StartupError
 from shared.process.settings import ComputeSettings
 
@@ -43,10 +43,10 @@ class End:
             return self._end()
         self._watch.stop()
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
-        self._watch.part(reason, STARTUP_ERROR if isinstance(error, StartupError) else 1)
+        self._watch.part(reason, error.exit_code if isinstance(error, StartupError) else 1)
         self._end()
         if isinstance(error, StartupError) and self.peers[0].is_parent:
-            sys.exit(STARTUP_ERROR)  # rank 0 says it, to the same terminal
+            sys.exit(error.exit_code)  # rank 0 says it, to the same terminal
 
     def _end(self) -> None:
         if not self._is_over:

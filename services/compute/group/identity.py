@@ -15,11 +15,12 @@ import msgpack
 
 from services.compute.group.channel import receive_frame, send_frame
 from services.compute.group.commands import PROTOCOL, Loaded
-from shared.process.errors import Invalid, StartupError
+from shared.process.errors import Invalid, StartupError, Unready
 from shared.process.settings import ComputeSettings
 
 MAGIC = "penstock group"
 LONGEST_HELLO = 1 << 16  # bytes
+COMMANDS, WATCH = "commands", "watch"  # what a connection is for
 # that decide what is computed, and into how large buffers
 SETTINGS = (
     "tensor_parallel_size", "pipeline_parallel_size", "shard_weights", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output",
@@ -30,10 +31,10 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first that a rank says on a connection. use: what the connection is for."""
+    """The first that a rank says on a connection."""
 
     rank: int
-    use: str  # "commands" or "watch"
+    use: str  # COMMANDS or WATCH
     version: str
     protocol: str
     settings: dict[str, str]
@@ -43,38 +44,42 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Rank 0's answer to a Hello. refusal: why the rank can't be in the group; empty: it is."""
+    """Rank 0's answer to a Hello. refusal: why the rank can't be in the group; empty: it is. passes:
+    another start may go well."""
 
     refusal: str
+    passes: bool
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
 
 
-def hello_of(settings: ComputeSettings, rank: int, use: str = "commands") -> Hello:
+def hello_of(settings: ComputeSettings, rank: int, use: str = COMMANDS) -> Hello:
     return Hello(rank, use, version("penstock"), PROTOCOL, {name: str(getattr(settings, name)) for name in SETTINGS})
 
 
-def say_hello(connection: socket.socket, hello: Hello) -> Answer:
-    """Introduce this rank on a connection, and wait for rank 0's answer. Raises StartupError for a
-    refusal, EOFError, OSError or Invalid for an end that is not rank 0."""
+def say_hello(connection: socket.socket, hello: Hello, deadline: float | None = None) -> Answer:
+    """Introduce this rank on a connection, and wait for rank 0's answer until then (monotonic, s).
+    Raises StartupError for a refusal, EOFError, OSError or Invalid for an end that is not rank 0."""
     _send(connection, [hello.rank, hello.use, hello.version, hello.protocol, hello.settings, hello.host, hello.pid])
-    answer = Answer(*_receive(connection, 3))
+    answer = Answer(*_receive(connection, 4, deadline))
     if answer.refusal:
-        raise StartupError(answer.refusal)
+        raise (Unready if answer.passes else StartupError)(answer.refusal)
     return answer
 
 
-def hear_hello(connection: socket.socket) -> Hello:
-    """Raises EOFError, OSError, or Invalid."""
-    hello = Hello(*_receive(connection, 7))
-    if not (isinstance(hello.rank, int) and isinstance(hello.settings, dict)):
+def hear_hello(connection: socket.socket, deadline: float) -> Hello:
+    """deadline: of all of it (monotonic, s). Raises EOFError, OSError, or Invalid."""
+    hello = Hello(*_receive(connection, 7, deadline))
+    if not (isinstance(hello.rank, int) and hello.use in (COMMANDS, WATCH) and isinstance(hello.settings, dict)):
+        raise Invalid("no Hello of a group")
+    if not all(isinstance(each, str) for each in (hello.version, hello.protocol, hello.host, *hello.settings, *hello.settings.values())):
         raise Invalid("no Hello of a group")
     return hello
 
 
-def answer_hello(connection: socket.socket, refusal: str = "") -> None:
-    answer = Answer(refusal)
-    _send(connection, [answer.refusal, answer.host, answer.pid])
+def answer_hello(connection: socket.socket, refusal: str = "", *, passes: bool = False) -> None:
+    answer = Answer(refusal, passes)
+    _send(connection, [answer.refusal, answer.passes, answer.host, answer.pid])
 
 
 def refuse(name: str, theirs: Hello, ours: Hello) -> str:
@@ -108,9 +113,9 @@ def _send(connection: socket.socket, values: list[object]) -> None:
     send_frame(connection, msgpack.packb([MAGIC, *values]))
 
 
-def _receive(connection: socket.socket, count: int) -> list[Any]:
+def _receive(connection: socket.socket, count: int, deadline: float | None) -> list[Any]:
     try:
-        values = msgpack.unpackb(receive_frame(connection, LONGEST_HELLO))
+        values = msgpack.unpackb(receive_frame(connection, LONGEST_HELLO, deadline))
     except (ValueError, msgpack.UnpackException) as error:
         raise Invalid(f"no member of a group: {error}") from None
     if not isinstance(values, list) or values[:1] != [MAGIC] or len(values) != count + 1:

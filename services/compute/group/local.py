@@ -21,7 +21,7 @@ from services.compute.group.cores import divide_cores, num_cores, pin
 from services.compute.group.identity import Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.group.peer import Peer, name_of
 from services.compute.group.watch import STARTUP_ERROR
-from shared.process.errors import Invalid, StartupError
+from shared.process.errors import Invalid, StartupError, Unready
 from shared.process.settings import ComputeSettings, environment_of
 from shared.process.telemetry import get_logger
 
@@ -112,13 +112,12 @@ def die_with_parent() -> None:
 
 def _await_hello(peer: Peer, ours: Hello, deadline: float) -> None:
     connection = peer.channel.connection
-    connection.settimeout(max(0.1, deadline - time.monotonic()))
     try:
-        hello = hear_hello(connection)
+        hello = hear_hello(connection, max(deadline, time.monotonic() + 0.1))
         refusal = refuse(str(peer), hello, ours)
         answer_hello(connection, refusal)
     except TimeoutError:
-        raise StartupError(f"{peer} has not come up within --group-wait-s") from None
+        raise Unready(f"{peer} has not come up within --group-wait-s") from None
     except (EOFError, OSError, Invalid):
         reason = f"{peer} died while it started: {peer.why_it_died()}"
         if peer.process is not None and peer.process.returncode == STARTUP_ERROR:

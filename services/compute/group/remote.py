@@ -6,9 +6,9 @@ import time
 from contextlib import suppress
 
 from services.compute.group.channel import Channel
-from services.compute.group.identity import Answer, Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
+from services.compute.group.identity import COMMANDS, WATCH, Answer, Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.group.peer import Peer, name_of
-from shared.process.errors import Invalid, StartupError
+from shared.process.errors import Invalid, StartupError, Unready
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
@@ -17,7 +17,6 @@ log = get_logger("penstock.compute")
 
 HELLO_S = 2.0  # for whoever connects, to say who it is
 RETRY_S = 0.3
-COMMANDS, WATCH = "commands", "watch"
 
 
 def gather_ranks(settings: ComputeSettings) -> list[Peer]:
@@ -41,7 +40,7 @@ def gather_ranks(settings: ComputeSettings) -> list[Peer]:
         if isinstance(error, TimeoutError):
             missing = [rank for rank in range(1, settings.num_ranks) if len(joined.get(rank, ())) < 2]
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-            raise StartupError(f"{who} of {settings.num_ranks} did not come to {settings.master} within --group-wait-s {settings.group_wait_s:g}") from None
+            raise Unready(f"{who} of {settings.num_ranks} did not come to {settings.master} within --group-wait-s {settings.group_wait_s:g}") from None
         raise
     return [Peer(rank, settings.num_ranks, hellos[rank].host, hellos[rank].pid, Channel(each[COMMANDS]), each[WATCH]) for rank, each in sorted(joined.items())]
 
@@ -58,15 +57,15 @@ def _listen(master: str) -> socket.socket:
 def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joined: dict[int, dict[str, socket.socket]], hellos: dict[int, Hello]) -> None:
     """Take a connection in. Raises StartupError for a rank that does not fit in: it would come again
     and again."""
-    connection.settimeout(HELLO_S)
     try:
-        hello = hear_hello(connection)
+        hello = hear_hello(connection, time.monotonic() + HELLO_S)
         name = name_of(hello.rank, settings.num_ranks, hello.host, hello.pid)
         if refusal := refuse(name, hello, ours):
             answer_hello(connection, refusal)
             raise StartupError(refusal)
         if refusal := _refuse_place(hello, settings.num_ranks, joined, hellos):
-            answer_hello(connection, refusal)
+            # who has the place may go
+            answer_hello(connection, refusal, passes=0 < hello.rank < settings.num_ranks)
             raise Invalid(refusal)
         answer_hello(connection)
     except (EOFError, OSError, Invalid) as error:
@@ -121,7 +120,7 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
             _close(connections)
             if time.monotonic() > deadline:
                 reason = getattr(error, "strerror", None) or error  # without its number
-                raise StartupError(f"--master {settings.master}: rank 0 did not answer within --group-wait-s {settings.group_wait_s:g}: {reason}") from None
+                raise Unready(f"--master {settings.master}: rank 0 did not answer within --group-wait-s {settings.group_wait_s:g}: {reason}") from None
             time.sleep(RETRY_S)
         except BaseException:
             _close(connections)
@@ -129,8 +128,7 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
 
 
 def _introduce(connection: socket.socket, hello: Hello, deadline: float, timeout_s: float) -> Answer:
-    connection.settimeout(max(HELLO_S, deadline - time.monotonic()))  # rank 0 may be busy with others
-    answer = say_hello(connection, hello)
+    answer = say_hello(connection, hello, max(time.monotonic() + HELLO_S, deadline))  # rank 0 may be busy with others
     prepare(connection, timeout_s)
     return answer
 

@@ -1,11 +1,14 @@
 """Ranks of several hosts, and stages: what they exchange goes through torch.distributed (gloo on CPUs,
 NCCL on GPUs)."""
 
+import os
+import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,23 +16,41 @@ from torch import Tensor
 from services.compute.parallel.share import Share
 
 MOST_SENT = 8  # tensors on their way to the next stage
-# the group's own watch ends a process long before
+LOOPBACK = "127.0.0.1"
+# of what ranks exchange once they have met: the group's own watch ends a process long before
 TIMEOUT = timedelta(hours=12)
 
 
-def listen(host: str) -> Any:
-    """Rank 0's meeting point, a TCPStore at a free port of the host's address."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
+def choose_interface(address: str) -> None:
+    """Have gloo use the network interface that has this address of the host. By itself it takes the
+    address of the host's name, which may be one that other hosts can't reach (127.0.1.1 on Debian)."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address.partition("%")[0] for each in found):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return
 
 
-def join(host: str, port: int) -> Any:
-    """The same, for the other ranks."""
-    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
+def listen(host: str, wait: timedelta) -> Any:
+    """Rank 0's meeting point, a TCPStore at a free port of this address alone. wait: for the others.
+    Raises OSError or RuntimeError."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family)  # a TCPStore's own would listen at all addresses
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
 
 
-def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device) -> None:
-    """Open the connections of all ranks; returns when all are there."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+def join(host: str, port: int, wait: timedelta) -> Any:
+    """The same, for the other ranks. Raises RuntimeError."""
+    return dist.TCPStore(host, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
+
+
+def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device, wait: timedelta) -> dist.ProcessGroup:
+    """Open the connections of all ranks; returns when all are there. Raises RuntimeError for one that
+    does not come, or that can't be reached."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait)
+    group: dist.ProcessGroup = dist.new_group(timeout=TIMEOUT)  # gloo keeps the timeout that a group was made with
+    store.set_timeout(TIMEOUT)  # NCCL asks it for addresses later
+    return group
 
 
 class DistributedRanks:
@@ -43,7 +64,7 @@ class DistributedRanks:
         self.members = members
         self.device = device
         self._held: dict[str, Tensor] = {}
-        self._group = dist.new_group(list(members))
+        self._group = dist.new_group(list(members), timeout=TIMEOUT)
 
     def region(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size, held = torch.Size(shape).numel() * dtype.itemsize, self._held.get(name)
@@ -85,8 +106,9 @@ class Pipe:
     """A stage's way to the next one, and from the one before it. The last stage's next is the
     first."""
 
-    def __init__(self, before: int, after: int, device: torch.device) -> None:
-        """before, after: whom it hears and tells, by their ranks in the world."""
+    def __init__(self, group: dist.ProcessGroup, before: int, after: int, device: torch.device) -> None:
+        """group: of all ranks; before, after: whom it hears and tells."""
+        self.group = group
         self.before = before
         self.after = after
         self.device = device
@@ -96,14 +118,14 @@ class Pipe:
         """Send it on its way; nobody waits."""
         held = x.clone()
         if held.numel():
-            self._sent.append((dist.isend(as_bytes(held), self.after), held))
+            self._sent.append((dist.isend(as_bytes(held), self.after, group=self.group), held))
         while len(self._sent) > MOST_SENT:
             wait(self._sent.popleft()[0])
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> "Arriving":
         """The next tensor that comes."""
         x = torch.empty(shape, dtype=dtype, device=self.device)
-        return Arriving(x, dist.irecv(as_bytes(x), self.before) if x.numel() else None)
+        return Arriving(x, dist.irecv(as_bytes(x), self.before, group=self.group) if x.numel() else None)
 
 
 class Arriving:

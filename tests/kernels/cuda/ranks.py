@@ -15,7 +15,7 @@ from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.cache.kv_cache import KVCache
 from services.compute.group.commands import decode, encode
 from services.compute.model_runner import ModelRunner
-from services.compute.parallel.distributed import DistributedRanks, join, listen, meet_at
+from services.compute.parallel.distributed import LOOPBACK, TIMEOUT, DistributedRanks, join, listen, meet_at
 from services.compute.parallel.share import Share
 from services.compute.place import Place, carry_out, load_decoder, make_runner
 from tests.kernels.backends import CPU
@@ -29,11 +29,11 @@ class Ranks(LoadedModel):
     def __init__(self, folder: Path, size: int, quantization: str) -> None:
         super().__init__(folder, CudaBackend(torch.bfloat16, CPU), quantization=quantization)
         self.size = size
-        store = listen("127.0.0.1")
+        store = listen(LOOPBACK, TIMEOUT)
         command = [sys.executable, "-m", "tests.kernels.cuda.ranks", str(store.port)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
         self.others = [subprocess.Popen([*command, *map(str, (rank, size, folder, quantization))], env=environment) for rank in range(1, size)]
-        meet_at(store, 0, size, CPU)
+        meet_at(store, 0, size, CPU, TIMEOUT)
         self.runner = open_rank(0, size, folder, quantization, self.tell)
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
@@ -65,7 +65,7 @@ def open_rank(rank: int, size: int, folder: Path, quantization: str, tell: Any =
 
 def main() -> None:
     port, rank, size = map(int, sys.argv[1:4])
-    meet_at(join("127.0.0.1", port), rank, size, CPU)
+    meet_at(join(LOOPBACK, port, TIMEOUT), rank, size, CPU, TIMEOUT)
     runner = open_rank(rank, size, Path(sys.argv[4]), sys.argv[5])
     while True:
         length = torch.zeros(1, dtype=torch.int64)
