@@ -23,6 +23,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduction
 from services.compute.engine import Engine, build_engine
 from services.compute.executor import DrawnTokens
+from services.compute.group.ends import Group
 from services.compute.model_runner import ModelRunner
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
@@ -60,8 +61,8 @@ def fail(*_: object) -> NoReturn:
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def build_fragile(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    built = build_engine(settings, files)
+def build_fragile(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> Engine:
+    built = build_engine(settings, files, group)
     targets.append(built.runner)
     if DRAWS:
         built.runner.row_search = DrawingSearch(built.runner.row_search, random.Random(1), 1 / DRAWS)

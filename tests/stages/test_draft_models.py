@@ -11,10 +11,11 @@ import pytest
 from services.compute.batch import ScheduledBatch
 from services.compute.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
+from services.compute.place import ALONE
 from services.compute.scheduling.new_step import NewStep
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import TargetKV
-from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer
+from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
 from shared.process.settings import ComputeSettings
 from shared.wire.messages import GenerateRequest, encode
 from shared.wire.token_log import parse_log
@@ -52,7 +53,8 @@ def models(line: LineOfStages) -> dict[str, DraftModel]:
 
 
 def proposer_of(line: LineOfStages, model: DraftModel) -> ChainProposer:
-    return make_chain_proposer(model, line.compute.executor, SETTINGS, 64, 1024)
+    executor = line.compute.executor
+    return make_chain_proposer(model, executor, 64, 1024, make_draft_runner(model, 1, executor, SETTINGS, ALONE))
 
 
 def crowd(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
