@@ -23,7 +23,7 @@ from services.compute.group.commands import Rendezvous
 from services.compute.group.ends import Group, Member
 from services.compute.group.identity import LONGEST_HELLO, MAGIC, hello_of
 from services.compute.group.peer import Peer
-from services.compute.group.remote import HELLO_S, connect_to_head, gather_ranks
+from services.compute.group.remote import HELLO_S, connect_to_first, gather_ranks
 from services.compute.models.architectures import read_config
 from services.compute.parallel.stage import Stage
 from services.compute.place import Place, connect
@@ -71,7 +71,7 @@ def test_whoever_sends_a_byte_at_times_does_not_hold_rank_0() -> None:
                 connection.sendall(b"\1")
                 time.sleep(0.1)
         held_s.append(time.monotonic() - began_at)
-        connect_to_head(settings, 1).close()
+        connect_to_first(settings, 1).close()
 
     thread = arriving(drip)
     for peer in gather_ranks(settings):
@@ -89,7 +89,7 @@ def test_a_hello_of_another_form_is_no_rank(change: dict[str, Any]) -> None:
         with connected(settings) as connection:
             send_frame(connection, msgpack.packb([MAGIC, *astuple(hello)]))
             assert connection.recv(1) == b""
-        connect_to_head(settings, 1).close()
+        connect_to_first(settings, 1).close()
 
     thread = arriving(say)
     for peer in gather_ranks(settings):
@@ -103,12 +103,12 @@ def test_a_rank_whose_place_is_taken_may_come_again() -> None:
 
     def join() -> None:
         connected(settings).close()
-        first = connect_to_head(settings, 1)
+        first = connect_to_first(settings, 1)
         for rank in (1, 7):
             with pytest.raises(StartupError) as error:
-                connect_to_head(settings, rank)
+                connect_to_first(settings, rank)
             errors.append(error.value)
-        connect_to_head(settings, 2).close()
+        connect_to_first(settings, 2).close()
         first.close()
 
     thread = arriving(join)
@@ -121,7 +121,7 @@ def test_a_rank_whose_place_is_taken_may_come_again() -> None:
 
 def test_ranks_that_do_not_come_in_time_may_come_again() -> None:
     settings = settings_of(wait_s=0.1)
-    for meet in (lambda: gather_ranks(settings), lambda: connect_to_head(settings, 1)):
+    for meet in (lambda: gather_ranks(settings), lambda: connect_to_first(settings, 1)):
         with pytest.raises(Unready):
             meet()
 
