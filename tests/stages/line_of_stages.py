@@ -1,5 +1,6 @@
 """The pipeline without its gateway, in one process: each stage a service of its own in a thread, on a real Redis."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from tokenizers import Tokenizer
 
 from services.compute import admit
 from services.compute import service as compute_service
+from services.compute.batch import ScheduledBatch
 from services.compute.candidates import matcher
 from services.compute.engine import Engine, build_engine
 from services.compute.exchange import inbox
+from services.compute.scheduling.new_step import NewStep
 from services.compute.service import ComputeService
 from services.sampler import service as sampler_service
 from services.sampler.detokenizer import load_tokenizer
@@ -80,6 +83,19 @@ class LocalStage(Stage):
     def leave(self) -> None:
         super().leave()
         self._heartbeat.transport.close()
+
+
+def crowd(line: "LineOfStages", monkeypatch: pytest.MonkeyPatch, share: float = 0.2, seed: int = 3) -> None:
+    """From now on a sequence loses its blocks before so many of the steps."""
+    scheduler, rng = line.compute.scheduler, random.Random(seed)
+    schedule = scheduler.schedule
+
+    def crowded() -> ScheduledBatch | None:
+        if len(scheduler.running) > 1 and rng.random() < share:
+            scheduler._preempt(rng.choice(list(scheduler.running.values())), NewStep())
+        return schedule()
+
+    monkeypatch.setattr(scheduler, "schedule", crowded)
 
 
 def replica(stage: str, replica_id: str) -> Replica:

@@ -1,6 +1,5 @@
 """Models that draft, in the pipeline: the logs are byte for byte those without drafts, and what was drafted stands about as often as the models agree."""
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.compute.batch import ScheduledBatch
 from services.compute.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
 from services.compute.place import ALONE
-from services.compute.scheduling.new_step import NewStep
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import TargetKV
 from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
@@ -20,7 +17,7 @@ from shared.process.settings import ComputeSettings
 from shared.wire.messages import GenerateRequest, encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
-from tests.stages.line_of_stages import FILES, LineOfStages, hurried
+from tests.stages.line_of_stages import FILES, LineOfStages, crowd, hurried
 from tests.stages.test_speculation import REQUESTS, speculate
 
 SETTINGS = ComputeSettings(speculate="self,draft", draft_model="demo", max_batched_tokens=64)
@@ -55,19 +52,6 @@ def models(line: LineOfStages) -> dict[str, DraftModel]:
 def proposer_of(line: LineOfStages, model: DraftModel) -> ChainProposer:
     executor = line.compute.executor
     return make_chain_proposer(model, executor, 64, 1024, make_draft_runner(model, 1, executor, SETTINGS, ALONE))
-
-
-def crowd(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on sequences lose their blocks at times."""
-    scheduler, rng = line.compute.scheduler, random.Random(3)
-    schedule = scheduler.schedule
-
-    def crowded() -> ScheduledBatch | None:
-        if len(scheduler.running) > 1 and rng.random() < 0.2:
-            scheduler._preempt(rng.choice(list(scheduler.running.values())), NewStep())
-        return schedule()
-
-    monkeypatch.setattr(scheduler, "schedule", crowded)
 
 
 @pytest.mark.parametrize("is_crowded", [False, True])

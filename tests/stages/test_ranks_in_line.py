@@ -2,7 +2,6 @@
 several steps in the stages of a model at once."""
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,10 +16,8 @@ import torch.distributed
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from services.compute.batch import ScheduledBatch
 from services.compute.engine import Engine, build_engine
 from services.compute.group.launch import open_group
-from services.compute.scheduling.new_step import NewStep
 from services.operator.model_store import DEFAULT_MODEL
 from shared.model.files import PULLED_MODELS, ModelFiles, open_model
 from shared.process.settings import ComputeSettings, environment_of
@@ -30,7 +27,7 @@ from tests.conftest import running_redis
 from tests.deployment import free_port
 from tests.kernels.families import Engine as OfflineEngine
 from tests.kernels.teams import Team
-from tests.stages.line_of_stages import FILES, LineOfStages, hurried
+from tests.stages.line_of_stages import FILES, LineOfStages, crowd, hurried
 from tests.stages.test_heads import HIDDEN, write_linear_head
 from tests.stages.test_speculation import REQUESTS
 
@@ -53,19 +50,6 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 def expected(redis_url: str) -> dict[str, Any]:
     with LineOfStages(redis_url).running() as line:
         return answers(line)
-
-
-def crowd(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on sequences lose their blocks at times."""
-    scheduler, rng = line.compute.scheduler, random.Random(3)
-    schedule = scheduler.schedule
-
-    def crowded() -> ScheduledBatch | None:
-        if len(scheduler.running) > 1 and rng.random() < 0.2:
-            scheduler._preempt(rng.choice(list(scheduler.running.values())), NewStep())
-        return schedule()
-
-    monkeypatch.setattr(scheduler, "schedule", crowded)
 
 
 @pytest.mark.parametrize("size", [2, 3])

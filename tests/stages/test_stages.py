@@ -1,6 +1,5 @@
 """Several steps in a model's stages at once: what happens to sequences meanwhile changes no log, and an error on the way is one."""
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.compute.batch import ScheduledBatch
 from services.compute.parallel.distributed import DistributedRanks
-from services.compute.scheduling.new_step import NewStep
 from shared.wire.messages import GenerateRequest, SchedulingParams, encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.deployment import free_port
-from tests.stages.line_of_stages import LineOfStages, ask, hurried
+from tests.stages.line_of_stages import LineOfStages, ask, crowd, hurried
 from tests.stages.test_ranks_in_line import grouped_line
 from tests.stages.test_speculation import REQUESTS
 
@@ -33,19 +30,6 @@ def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]
     return found
 
 
-def crowd(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences lose their blocks in two of five steps."""
-    scheduler, rng = line.compute.scheduler, random.Random(11)
-    schedule = scheduler.schedule
-
-    def crowded() -> ScheduledBatch | None:
-        if len(scheduler.running) > 1 and rng.random() < 0.4:
-            scheduler._preempt(rng.choice(list(scheduler.running.values())), NewStep())
-        return schedule()
-
-    monkeypatch.setattr(scheduler, "schedule", crowded)
-
-
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_who_is_preempted_in_the_stages_loses_nothing(redis_url: str, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do the other choices of a prompt begin before its logprobs are there. One process computes all stages here: the loop does not know."""
@@ -56,7 +40,7 @@ def test_who_is_preempted_in_the_stages_loses_nothing(redis_url: str, num_stages
         expected = answers(line, *REQUESTS), answers(line, *choices)
         line.compute.scheduler.num_stages = num_stages
         assert answers(line, *choices) == expected[1]
-        crowd(line, monkeypatch)
+        crowd(line, monkeypatch, share=0.4, seed=11)
         assert answers(line, *REQUESTS) == expected[0]
 
 

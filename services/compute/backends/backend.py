@@ -31,15 +31,23 @@ from shared.model.sampling_params import SamplingParams
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
 
-class Linear(Protocol):
+class Product(Protocol):
+    """The product with a layer's matrix, be it here or over several ranks."""
+
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
         ...
 
+
+class Head(Protocol):
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
-        """Compute the same in float32, for the last layer or a router. out: columns of a matrix, to
-        which it is written; else the result is good until the next call."""
+        """The product in float32, of the last layer or a router. out: columns of a matrix, to which it
+        is written; else the result is good until the next call."""
         ...
+
+
+class Linear(Product, Head, Protocol):
+    """A matrix that is here."""
 
 
 class Mlp(Protocol):
@@ -112,8 +120,8 @@ class Norms:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     norms: Norms
-    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim; ELSEWHERE: this rank has no heads
-    output: Linear  # from heads * head_dim
+    qkv: Product  # to (heads + 2 * kv_heads) * head_dim; ELSEWHERE: this rank has no heads
+    output: Product  # from heads * head_dim
     mlp: Mlp
     sinks: Tensor | None = None  # attention's, [heads] float32
 

@@ -3,12 +3,12 @@ each layer's result is whole on all of them (services/compute/parallel/)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Linear, RowMath
+from services.compute.backends.backend import Head, Linear, Product, RowMath
 from services.compute.parallel.ranks import Ranks
 
 Parts = tuple[range, ...]  # of a layer's columns, each rank's
@@ -16,7 +16,7 @@ Parts = tuple[range, ...]  # of a layer's columns, each rank's
 
 @dataclass(frozen=True, slots=True)
 class GatheredLinear:
-    """A Linear. Where `inputs` are given, what it gets is a rank's part, too."""
+    """A Product. Where `inputs` are given, what it gets is a rank's part, too."""
 
     ranks: Ranks
     linear: Linear | None  # of this rank's columns; None: it has none
@@ -32,13 +32,10 @@ class GatheredLinear:
         added = None if residual is None else residual[:, own.start : own.stop].contiguous()
         return self.ranks.gather(self.linear(x, norm=norm, eps=eps, residual=added), self.parts)
 
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("a head is a GatheredHead, and a router is whole")
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedLinear:
-    """A Linear of which several ranks keep some columns each: all are here while it is called."""
+    """A Product of which several ranks keep some columns each: all are here while it is called."""
 
     linears: tuple[Linear, ...]  # this rank's first
     # of each, of one matrix or several: the columns of a matrix stand behind those of the ranks before
@@ -56,9 +53,6 @@ class ShardedLinear:
             outputs.append(torch.split(linear(x, norm=norm, eps=eps, residual=added), list(widths), 1))
             start = stop
         return torch.cat([part for parts in zip(*outputs, strict=True) for part in parts], 1)
-
-    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("a head is whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +87,6 @@ class GatheredHead:
     row_math: RowMath
     announce: Callable[[int, bool], None]  # of so many rows, normalized first or not
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("a head gives logits only")
-
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
         if norm is not None and norm is not self.norm:  # a drafting head's own
             x, norm = self.row_math.norm(x, weight=norm, eps=eps), None
@@ -111,7 +102,7 @@ class GatheredHead:
         own = self.parts[self.ranks.share.rank]
         if self.linear is not None:
             self.linear.logits(rows, norm=norm, eps=eps, out=whole[:, own.start : own.stop])
-        self.ranks.collect(whole, self.parts)
+        self.ranks.complete(whole, self.parts)
         return whole
 
 
@@ -127,8 +118,8 @@ class Elsewhere:
 ELSEWHERE = Elsewhere()
 
 
-def own_of(linear: Linear) -> Linear | None:
-    """The layer, or this rank's part of it."""
-    if isinstance(linear, GatheredLinear | GatheredHead | ShardedLinear):
-        return linear.linear
-    return None if linear is ELSEWHERE else linear
+def own_of(layer: Product | Head) -> Linear | None:
+    """The matrix that is here: the layer's, or this rank's part of it."""
+    if isinstance(layer, GatheredLinear | GatheredHead | ShardedLinear):
+        return layer.linear
+    return None if layer is ELSEWHERE else cast(Linear, layer)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring, Workspace
+from services.compute.backends.backend import Backend, Head, LargestStep, LayerWeights, Wiring, Workspace
 from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
@@ -59,7 +59,7 @@ class ModelWeights:
     embedding: Rows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Linear  # or ELSEWHERE
+    lm_head: Head  # or ELSEWHERE
 
 
 class Decoder:

@@ -79,8 +79,6 @@ class DistributedRanks:
         for part, found in zip(parts, self._exchange(whole.narrow(dim, own.start, len(own)), parts, dim), strict=True):
             whole.narrow(dim, part.start, len(part)).copy_(found)
 
-    collect = complete
-
     def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
         return torch.cat(self._exchange(part, parts, dim), dim)
 

@@ -32,10 +32,6 @@ class Ranks(Protocol):
         """Every rank has written parts[rank] of a region's dimension; now all have all of it."""
         ...
 
-    def collect(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:
-        """The same, but only rank 0 needs it."""
-        ...
-
     def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
         """All ranks' parts, side by side. part: as long in this dimension as parts[rank]."""
         ...
@@ -89,8 +85,6 @@ class SharedRanks:
 
     def complete(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:  # noqa: ARG002
         self.meet()
-
-    collect = complete
 
     def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
         shape, own = list(part.shape), parts[self.share.rank]

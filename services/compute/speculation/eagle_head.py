@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LargestStep, Linear, Workspace
+from services.compute.backends.backend import Backend, Head, LargestStep, Workspace
 from services.compute.backends.gathered import own_of
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
@@ -34,7 +34,7 @@ class Places:
 class EagleHead:
     """A head on a backend. Its cache has the target's blocks, of one layer."""
 
-    def __init__(self, weights: EagleWeights, embedding: Rows, own_head: Linear, vocab_size: int, backend: Backend) -> None:
+    def __init__(self, weights: EagleWeights, embedding: Rows, own_head: Head, vocab_size: int, backend: Backend) -> None:
         """embedding, own_head: the target's, for a head that brings none; vocab_size: of the
         latter."""
         self.config, self.backend = weights.config, backend

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from services.compute.backends.backend import Head, Product
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.linear import NativeLinear
@@ -110,7 +111,7 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
     """Every tensor of the packed checkpoint, by its name."""
     assert isinstance(weights.embedding, torch.Tensor)  # what is quantized was dense
     tensors = {EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
-    packed = {"lm_head.": weights.lm_head}
+    packed: dict[str, Product | Head] = {"lm_head.": weights.lm_head}
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}

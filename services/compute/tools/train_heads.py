@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Linear
+from services.compute.backends.backend import Head
 from services.compute.engine import Engine, build_engine, is_native_model
 from services.compute.models.decoder import Decoder
 from services.compute.speculation.medusa_file import MAX_HEADS, MAX_LAYERS
@@ -97,7 +97,7 @@ def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, An
 
 
 @torch.inference_mode()
-def rows_of(lm_head: Linear, hidden_size: int, token_ids: Tensor) -> Tensor:
+def rows_of(lm_head: Head, hidden_size: int, token_ids: Tensor) -> Tensor:
     """The rows of an LM head in whatever form, [V, hidden] float32: what it makes of unit
     vectors."""
     units = torch.eye(hidden_size, dtype=torch.bfloat16)

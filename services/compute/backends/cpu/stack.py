@@ -94,7 +94,7 @@ def linears_of(layer: LayerWeights) -> dict[str, NativeLinear | None]:
         found = {"qkv": own_of(layer.qkv), "output": output.linear, "gate_up": mlp.gate_up.linear, "down": mlp.down.linear}
     else:
         assert isinstance(mlp, NativeMlp)
-        found = {"qkv": layer.qkv, "output": output, "gate_up": mlp.gate_up, "down": mlp.down}
+        found = {"qkv": own_of(layer.qkv), "output": own_of(output), "gate_up": mlp.gate_up, "down": mlp.down}
     checked: dict[str, NativeLinear | None] = {}
     for name, linear in found.items():
         assert linear is None or isinstance(linear, NativeLinear)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
+from services.compute.backends.backend import Backend, Head, LayerWeights, Linear, Norms, Product
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import rms_norm
@@ -116,7 +116,7 @@ class Calibration:
         linear.scale(scales)
         return folded
 
-    def _head(self, norm: Tensor, linear: Linear) -> tuple[Tensor, Linear]:
+    def _head(self, norm: Tensor, linear: Head) -> tuple[Tensor, Linear]:
         """The last norm and the LM head behind it, scaled, rounded and packed."""
         form = Form(self.packing.of_head, self.packing.group)
         head = observe(linear, self.num_rows)
@@ -132,7 +132,7 @@ class Calibration:
         return self.backend.make_linear(matrix, bias, is_gated=linear.is_gated, activation=linear.activation)
 
 
-def observe(linear: Linear, num_rows: int) -> ObservedLinear:
+def observe(linear: Product | Head, num_rows: int) -> ObservedLinear:
     assert isinstance(linear, TorchLinear)
     return ObservedLinear(linear, num_rows)
 
