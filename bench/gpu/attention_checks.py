@@ -18,11 +18,11 @@ from services.compute.backends.torch.reference import write_kv as write_referenc
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None, last_seen: Tensor | None = None
+    heads: Heads, q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None, last_seen: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]; last_seen: [n], the last that each sees. Returns [n, heads * d]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    here = slice(heads.num_before, heads.num_before + heads.num_heads)
+    k, v = (each.double().repeat_interleave(heads.sharing, 1)[:, here] for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
     if scores_of.cap:
         scores = scores_of.cap * torch.tanh(scores / scores_of.cap)
@@ -48,7 +48,9 @@ class AttentionCase:
     has_sinks: bool = False
 
     def __str__(self) -> str:
-        heads = f"{self.heads.num_heads} / {self.heads.num_kv_heads} heads of {self.heads.head_dim}"
+        own = self.heads
+        elsewhere = f", of {own.num_kv_heads * own.sharing} from {own.num_before} on" if own.of_kv_head else ""
+        heads = f"{own.num_heads} / {own.num_kv_heads} heads of {own.head_dim}{elsewhere}"
         more = [f"window {self.window}" if self.window else "", "cap" if self.scores and self.scores.cap else "", f"{self.norm} norm" if self.norm else ""]
         more += ["sinks"] if self.has_sinks else []
         return ", ".join([heads, f"contexts {list(self.contexts)}", *filter(None, more)])
@@ -110,7 +112,7 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if case.kv_group else dtype)
         write_reference(cache, k, v, torch.arange(len(prompt)))
         k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
-        errors.append(relative_error(whole[number], exact_attention(q, k, v, case.window, attention.scores, sinks)))
+        errors.append(relative_error(whole[number], exact_attention(heads, q, k, v, case.window, attention.scores, sinks)))
     bound = 2e-5 if dtype == torch.float32 and not case.kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {case.kv_group}" if case.kv_group else "")
     return Check("attention", types, str(case), max(errors), bound, is_same)
@@ -139,7 +141,7 @@ def check_holes(backend: CudaBackend, heads: Heads, lens: tuple[int, ...], last:
     found = run(begun, len(slots), [last], [context], [table], [lens])
     alone = [run(begun + at, begun + at + 1, [1], [context - last + at + 1], [table], [lens]) for at in range(last)]
     q, k, v = written(prompt, heads, kv_group, dtype)
-    expected = exact_attention(q, k, v, None, attention.scores, None)[begun:]
+    expected = exact_attention(heads, q, k, v, None, attention.scores, None)[begun:]
     bound = 2e-5 if dtype == torch.float32 and not kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {kv_group}" if kv_group else "")
     case = f"{heads.num_heads} / {num_kv_heads} heads of {dim}, {len(lens)} blocks of which {sum(each < BLOCK_SIZE for each in lens)} have holes"
@@ -170,7 +172,7 @@ def check_spans(backend: Backend, heads: Heads, window: int | None, kv_group: in
 
     found = run([0, context])
     q, k, v = written(prompt, heads, kv_group, dtype)
-    expected = exact_attention(q, k, v, window, Scores.of(dim), None, torch.tensor(last_seen))
+    expected = exact_attention(heads, q, k, v, window, Scores.of(dim), None, torch.tensor(last_seen))
     bound = 2e-5 if dtype == torch.float32 and not kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {kv_group}" if kv_group else "")
     case = f"{heads.num_heads} / {num_kv_heads} heads of {dim}, spans that see each other, window {window}"
@@ -190,6 +192,8 @@ def written(prompt: Tensor, heads: Heads, kv_group: int, dtype: torch.dtype) -> 
 
 
 ATTENTIONS = (
+    AttentionCase(Heads(5, 2, 64, of_kv_head=3), (5, 40, 100), (1, 9, 1)),
+    AttentionCase(Heads(4, 3, 32, of_kv_head=2, num_before=1), (70, 30), (33, 1), kv_group=8, has_sinks=True),
     AttentionCase(Heads(4, 2, 32), (5, 40, 100), (1, 9, 1)),
     AttentionCase(Heads(6, 2, 64, 32), (70, 30), (33, 1), window=20, norm="heads"),
     AttentionCase(Heads(2, 1, 16), (RANGE + 40,), (1,), scores=Scores(0.3, 5.0)),

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 from services.compute.group.ends import Group, Member
 from services.compute.group.launch import join_group, open_group, rank_of
+from services.compute.parallel.share import check_stages
 from shared.model.files import ModelFiles, open_model
 from shared.process.settings import ComputeSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
@@ -20,6 +21,8 @@ def main() -> None:
     if rank:
         with join_group(settings) as member:
             return follow(settings, files, member)
+    if (num_layers := files.config.get("num_hidden_layers")) is not None:
+        check_stages(settings.pipeline_parallel_size, num_layers)
     with open_group(settings) or nullcontext() as group:
         serve(settings, files, group)
         if group is not None:
@@ -44,6 +47,7 @@ def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> 
     stage.labels, stage.is_multi_label = files.labels, files.is_multi_label
     stage.sizes = sizes_of(files)
     stage.takes_images = engine.images is not None
+    stage.ranks = () if group is None else tuple(f"{peer.host}:{peer.pid}" for peer in group.peers)
     blocks = engine.scheduler.block_manager
     if blocks.prefix_caching:
         stage.kv_fingerprint, stage.block_size = blocks.fingerprint, blocks.block_size

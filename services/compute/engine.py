@@ -256,8 +256,7 @@ def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[Cach
     is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
     if not is_one_memory:
         return [each.config for each in models]
-    # where a norm spans all heads, each rank has them all
-    return [each.whole for each in models if isinstance(each, Decoder) for _ in range(each.num_copies)]
+    return [each.cached for each in models if isinstance(each, Decoder)]
 
 
 def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:

@@ -27,7 +27,7 @@ from services.compute.models.sharded import linears_to_keep, sharded_layer
 from services.compute.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, choose_interface, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
-from services.compute.parallel.share import WHOLE, Portion, Share, layers_of_stage
+from services.compute.parallel.share import WHOLE, Portion, Share, check_stages, layers_of_stage
 from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
 from shared.process.errors import StartupError, Unready
@@ -59,8 +59,7 @@ class Place:
         stages."""
         if self.stage is None:
             return range(config.num_layers)
-        if config.num_layers < self.stage.count:
-            raise StartupError(f"--pipeline-parallel-size {self.stage.count}: the model has {config.num_layers} layers, and each stage needs one")
+        check_stages(self.stage.count, config.num_layers)
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
         return layers_of_stage(self.stage.number, self.stage.count, config.num_layers, config.vocab_size / (attention + mlp))
@@ -179,7 +178,7 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
     share, context = Share(shards.rank(), shards.size()), context_of(backend)
     is_first = share.rank == 0
     assert context is not None
-    portion = Portion(share, range(config.num_layers), has_embedding=is_first, has_head=is_first, is_head_whole=True)
+    portion = Portion(share, range(config.num_layers), has_embedding=is_first, has_head=is_first, is_sharded=True)
     parts = load_parts(location, config, backend, portion, **packing)
     if not is_first:
         kept = []

@@ -55,6 +55,7 @@ class Line:
     uptime_s: float
     host: str
     pid: int
+    ranks: tuple[str, ...]  # the other processes of its group, by host and pid
     problem: str
 
 
@@ -111,7 +112,7 @@ class Watcher:
             whole(running), whole(waiting),
             self._rate(replica.replica_id), load.ttft_s, load.kv_cache_usage, share(load.prefix_cache_hits, load.prefix_cache_queries),
             share(load.kv_disk_tokens, load.prefix_cache_queries), whole(load.offered), whole(load.stolen),
-            max(0.0, time.time() - replica.started_at), replica.host, replica.pid, replica.problem or stuck,
+            max(0.0, time.time() - replica.started_at), replica.host, replica.pid, replica.ranks, replica.problem or stuck,
         )  # fmt: skip
 
     def _rate(self, replica_id: str) -> float | None:
@@ -195,10 +196,18 @@ def render(status: Status, width: int) -> RenderableType:
         parts.append(Text(missing, style="bold red"))
     parts += [Text(f"{line.replica_id}: {line.problem}", style="bold red") for line in status.replicas if line.problem]
     parts += [Text(each, style="bold yellow") for each in status.warnings]
-    parts += [Text(told, style="dim") for line in status.replicas if (told := prefixes_told(line))]
+    parts += [Text(told, style="dim") for line in status.replicas for told in (ranks_told(line), prefixes_told(line)) if told]
     queues: dict[str, Any] = status.queues | {DEAD_LETTER: status.dead_letters}
     parts.append(Text("\nentries in streams: " + ", ".join(f"{key} {count:,}" for key, count in queues.items()), style="dim"))
     return Group(*parts)
+
+
+def ranks_told(line: Line) -> str:
+    """The processes that are a compute replica; empty: it is one."""
+    if not line.ranks:
+        return ""
+    first, others = f"{line.host}:{line.pid}", ", ".join(f"rank {rank} at {each}" for rank, each in enumerate(line.ranks, 1))
+    return f"{line.replica_id}: a group, rank 0 at {first}, {others} (host:pid)"
 
 
 def prefixes_told(line: Line) -> str:

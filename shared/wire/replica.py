@@ -35,3 +35,4 @@ class Replica:
     kv_fingerprint: str = ""  # compute's: of all that decides the bytes of keys and values; empty: it has no prefix cache
     block_size: int = 0  # the same: tokens of a block of it
     takes_images: bool = False  # compute's: the model sees
+    ranks: tuple[str, ...] = ()  # compute's: the other processes of its group, by host and pid

@@ -66,6 +66,7 @@ class Stage:
         self.sizes: dict[str, int] = {}  # the same
         self.kv_fingerprint, self.block_size = "", 0  # the same
         self.takes_images = False  # compute's
+        self.ranks: tuple[str, ...] = ()  # the same
         self._started_at = time.time()
         # when the loop came round last; the same, with no trouble with Redis
         self._alive_at = self._served_at = time.monotonic()
@@ -129,6 +130,7 @@ class Stage:
             kv_fingerprint=self.kv_fingerprint,
             block_size=self.block_size,
             takes_images=self.takes_images,
+            ranks=self.ranks,
         )
 
     def catch_signals(self) -> None:

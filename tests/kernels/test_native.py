@@ -150,11 +150,11 @@ def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, 
 
 
 def exact_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None, scores_of: Scores, sinks: torch.Tensor | None
+    heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None, scores_of: Scores, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]; sinks: [heads]. Returns [n, heads * d]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    here = slice(heads.num_before, heads.num_before + heads.num_heads)
+    k, v = (each.double().repeat_interleave(heads.sharing, 1)[:, here] for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
     if scores_of.cap:
         scores = scores_of.cap * torch.tanh(scores / scores_of.cap)
@@ -175,6 +175,10 @@ def exact_attention(
         (Heads(14, 2, 64), 16, None, [5, 33, 100, 2500], [1, 33, 7, 1]),
         (Heads(4, 4, 32), 32, 20, [50, 17, 64], [50, 1, 3]),
         (Heads(9, 3, 64), 16, None, [530, 17, 31, 48], [1, 2, 31, 48]),
+        (Heads(5, 2, 64, of_kv_head=3), 16, None, [530, 17, 31, 48], [1, 2, 31, 48]),
+        (Heads(4, 3, 64, of_kv_head=2, num_before=1), 16, 700, [2100, 1500], [2, 150]),
+        (Heads(5, 3, 32, of_kv_head=3, num_before=2), 16, None, [5 + 3 * number for number in range(33)], [1] * 33),
+        (Heads(1, 1, 64, of_kv_head=7, num_before=3), 16, 20, [3000, 40], [1, 9]),
         (Heads(32, 8, 128), 16, None, [3000], [1]),
         (Heads(8, 1, 96), 16, 700, [2100, 1500], [2, 150]),
         (Heads(16, 8, 256), 16, None, [5 + 3 * number for number in range(33)], [1] * 33),
@@ -218,7 +222,7 @@ def test_attention(
         rows = slice(starts[number], starts[number + 1])
         k, v = (read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16).transpose(1, 2).flatten(0, 1)[: contexts[number]] for which in (0, 1))
         q = qkv[rows, : num_heads * dim].view(-1, num_heads, dim)
-        assert error(found[rows], exact_attention(q, k, v, positions[number], window, attention.scores, sinks)) < 5e-3
+        assert error(found[rows], exact_attention(heads, q, k, v, positions[number], window, attention.scores, sinks)) < 5e-3
         for row in range(rows.start, rows.stop, 7):
             end = int(positions[number][row - rows.start]) + 1
             one = inputs([number], [1], [end], slice(row, row + 1))

@@ -23,6 +23,7 @@ from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.moe import Expert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.parallel.heads import heads_of
 from services.compute.parallel.share import Portion, Share
 from services.compute.tools.quantize import quantize
 from services.compute.weights.gguf_source import GgufSource
@@ -196,7 +197,7 @@ Columns = list[tuple[Linear | None, list[range]]]  # of each rank: a layer, and 
 
 
 def check_columns(whole: Linear | None, parts: Columns, width: int, *, is_logits: bool = False) -> None:
-    """Together the ranks have all outputs, each with the whole layer's bits. width: of the inputs."""
+    """Together the ranks have all outputs, some of them twice, each with the whole layer's bits. width: of the inputs."""
     assert whole is not None
     x = randn(5, width, seed=width)
     expected = whole.logits(x).clone() if is_logits else whole(x)
@@ -204,7 +205,7 @@ def check_columns(whole: Linear | None, parts: Columns, width: int, *, is_logits
         assert (layer is None) == (not any(rows))
         if layer is not None:
             assert torch.equal(layer.logits(x) if is_logits else layer(x), expected[:, numbers_of(rows)])
-    assert sorted(number for _, rows in parts for each in rows for number in each) == list(range(expected.shape[1]))
+    assert {number for _, rows in parts for each in rows for number in each} == set(range(expected.shape[1]))
 
 
 def check_mlp(whole: MlpParts | Expert, parts: list[MlpParts], hidden: int, inter: int) -> None:
@@ -215,20 +216,19 @@ def check_mlp(whole: MlpParts | Expert, parts: list[MlpParts], hidden: int, inte
 
 def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts]) -> None:
     shares = [Share(rank, len(parts)) for rank in range(len(parts))]
-    hidden, head_dim, group = config.hidden_size, config.head_dim, config.num_heads // config.num_kv_heads
-    heads = [range(config.num_kv_heads) if config.is_qk_norm_joint else share.part(config.num_kv_heads, unit=1) for share in shares]
-    with_qkv = parts[:1] if config.is_qk_norm_joint else parts  # where all have all
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads = heads_of(config, shares[0])
     starts = (0, config.num_heads * head_dim, (config.num_heads + config.num_kv_heads) * head_dim)
     rows = [
-        [range(start + each.start * factor * head_dim, start + each.stop * factor * head_dim) for start, factor in zip(starts, (group, 1, 1), strict=True)]
+        [range(start + some.start * head_dim, start + some.stop * head_dim) for start, some in zip(starts, (each.queries, each.kv, each.kv), strict=True)]
         for each in heads
     ]
-    check_columns(whole.qkv, [(each.qkv, some) for each, some in zip(with_qkv, rows, strict=False)], hidden)
+    check_columns(whole.qkv, [(each.qkv, some) for each, some in zip(parts, rows, strict=True)], hidden)
     check_columns(whole.output, [(each.output, [share.part(hidden)]) for share, each in zip(shares, parts, strict=True)], config.num_heads * head_dim)
     for part, some in zip(parts, heads, strict=True):
         assert part.norms.q is None or torch.equal(part.norms.q, whole.norms.q)
         if whole.sinks is not None:
-            assert torch.equal(part.sinks if part.sinks is not None else torch.empty(0), whole.sinks[some.start * group : some.stop * group])
+            assert torch.equal(part.sinks if part.sinks is not None else torch.empty(0), whole.sinks[some.queries.start : some.queries.stop])
     if isinstance(whole.mlp, MlpParts):
         check_mlp(whole.mlp, [each.mlp for each in parts if isinstance(each.mlp, MlpParts)], hidden, config.intermediate_size)
         return

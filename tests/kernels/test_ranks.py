@@ -70,3 +70,10 @@ def test_a_gguf_file(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_weights_that_are_quantized_already(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, layers_only(awq(32)), awq_config(32))
     assert_same(tmp_path, (2, 4))
+
+
+@pytest.mark.parametrize("kv_group", [0, 8])
+def test_kv_heads_that_several_ranks_have(kv_group: int, tmp_path: Path) -> None:
+    """Nine query heads and three KV heads: two ranks have five and four, and five ranks two each but for the last."""
+    reference_model("llama3", tmp_path, config=LlamaConfig(**SIZES | {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}))
+    assert_same(tmp_path, (2, 5), kv_group=kv_group)

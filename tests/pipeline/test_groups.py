@@ -2,12 +2,15 @@
 
 import asyncio
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 
+from services.operator.status import Watcher
+from shared.wire.transport import connect
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import stream_all
 from tests.waiting import wait_until
@@ -28,6 +31,12 @@ def ranks_of(deployment: Deployment, compute: str) -> list[psutil.Process]:
     return found
 
 
+def ranks_shown(deployment: Deployment, compute: str) -> tuple[str, ...]:
+    """Their places, as `penstock status` shows them."""
+    with connect(deployment.redis_url) as client:
+        return next(line.ranks for line in Watcher(client).watch(0).replicas if line.pid == deployment.processes[compute].pid)
+
+
 @pytest.mark.parametrize(
     "groups", [GROUPS[:1], *(pytest.param(each, marks=pytest.mark.more) for each in (GROUPS[1:], SHARDED))], ids=["ranks", "stages", "sharded"]
 )
@@ -39,6 +48,7 @@ def test_groups_give_the_bytes_of_one_process_and_lose_nothing_with_a_rank(deplo
     for number, sizes in enumerate(groups):
         group = deployment.start("compute", f"compute-group-{number}", num_threads=1, group_timeout_s=2.0, **sizes)
         wait_ready(deployment, group)
+        assert ranks_shown(deployment, group) == tuple(f"{socket.gethostname()}:{rank.pid}" for rank in ranks_of(deployment, group))
         assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS)) == expected
 
         async def kill_a_rank(group: str = group, number: int = number) -> None:
@@ -99,6 +109,12 @@ def test_groups_answer_each_kind_of_request_as_one_process_does(deployment: Depl
         wait_ready(deployment, compute)
         found = answers(deployment)
         assert {name: found[name] for name in REQUESTS if found[name] != expected[name]} == {}, (sizes, speculate)
+
+
+def test_more_stages_than_layers_are_refused_before_any_rank_starts(deployment: Deployment) -> None:
+    compute = deployment.start("compute", pipeline_parallel_size=40)
+    assert deployment.processes[compute].wait(30) == 2
+    assert "penstock: --pipeline-parallel-size 40: the model has 4 layers, and each stage needs one" in deployment.logs().splitlines()
 
 
 @pytest.mark.parametrize(

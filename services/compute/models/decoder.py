@@ -6,7 +6,7 @@ Attention alone tells sequences apart.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +85,9 @@ class Decoder:
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
         # a rank without heads plans its steps like one with a head
         heads = Heads(config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq))
+        if cut is not None:
+            own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads
+            heads = replace(heads, of_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
         self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
@@ -101,9 +104,9 @@ class Decoder:
         return self.attention.finds_slots
 
     @property
-    def num_copies(self) -> int:
-        """How many ranks have the same heads."""
-        return self.cut.ranks.share.size if self.cut is not None and self.config.is_qk_norm_joint else 1
+    def cached(self) -> ModelConfig:
+        """All ranks together as far as they have a KV cache: a KV head may be on several."""
+        return self.whole if self.cut is None else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on `taps` has what enters these layers, of each step; see Taps."""

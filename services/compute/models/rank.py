@@ -12,30 +12,27 @@ from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import ModelWeights
 from services.compute.models.moe import Expert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.parallel.heads import heads_of
 from services.compute.parallel.ranks import Cut, Ranks
 from services.compute.parallel.share import Share
 
 
-def kv_heads_of(config: ModelConfig, share: Share) -> tuple[range, ...]:
-    """The KV heads of each rank: all on all, where a norm spans them."""
-    return (range(config.num_kv_heads),) * share.size if config.is_qk_norm_joint else share.parts(config.num_kv_heads, unit=1)
-
-
 def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelConfig:
     """The configuration of a rank's part of a model: of its layers, and of its heads in them."""
-    kv_heads, moe = len(kv_heads_of(config, share)[share.rank]), config.moe
+    heads, moe = heads_of(config, share)[share.rank], config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset(number - layers.start for number in moe.sparse_layers if number in layers))
     ropes, windows = config.rope_of_layer[layers.start : layers.stop], config.sliding_windows[layers.start : layers.stop]
-    heads = kv_heads * config.num_heads // config.num_kv_heads
-    return replace(config, num_layers=len(layers), num_heads=heads, num_kv_heads=kv_heads, rope_of_layer=ropes, sliding_windows=windows, moe=moe)
+    return replace(
+        config, num_layers=len(layers), num_heads=len(heads.queries), num_kv_heads=len(heads.kv), rope_of_layer=ropes, sliding_windows=windows, moe=moe
+    )
 
 
 def cut_of(config: ModelConfig, ranks: Ranks) -> Cut:
-    """How ranks divide a whole model's columns."""
-    share, per_kv_head = ranks.share, config.num_heads // config.num_kv_heads * config.head_dim
-    attended = tuple(range(each.start * per_kv_head, each.stop * per_kv_head) for each in kv_heads_of(config, share))
-    return Cut(ranks, attended, share.parts(config.hidden_size), share.parts(config.intermediate_size))
+    """How ranks divide a whole model."""
+    share, heads = ranks.share, heads_of(config, ranks.share)
+    attended = tuple(range(each.queries.start * config.head_dim, each.queries.stop * config.head_dim) for each in heads)
+    return Cut(ranks, heads, attended, share.parts(config.hidden_size), share.parts(config.intermediate_size))
 
 
 def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cut: Cut, announce: Callable[[int, bool], None] | None) -> ModelWeights:

@@ -6,7 +6,7 @@ from services.compute.backends.backend import LayerWeights, Linear
 from services.compute.backends.gathered import GatheredMlp, ShardedLinear
 from services.compute.models.config import ModelConfig
 from services.compute.models.parts import LayerParts, MlpParts
-from services.compute.models.rank import kv_heads_of
+from services.compute.parallel.heads import heads_of
 from services.compute.parallel.share import Share
 
 Theirs = Sequence[Linear | None]  # another rank's qkv, output, gate_up and down
@@ -23,8 +23,8 @@ def sharded_layer(parts: LayerParts, others: Sequence[Theirs], config: ModelConf
     """A whole layer. parts: rank 0's; others: of the ranks after it; config: the whole model's."""
     share = Share(0, 1 + len(others))
     assert isinstance(parts.mlp, MlpParts)
-    per_kv_head = config.num_heads // config.num_kv_heads
-    of_heads: Widths = [tuple(len(kv_heads) * config.head_dim * count for count in (per_kv_head, 1, 1)) for kv_heads in kv_heads_of(config, share)]
+    heads = [(each.queries, each.kv, each.kv) for each in heads_of(config, share, may_repeat=False)]
+    of_heads: Widths = [tuple(len(some) * config.head_dim for some in each) for each in heads]
     of_hidden: Widths = [(len(each),) for each in share.parts(config.hidden_size)]
     of_intermediate: Widths = [(len(each),) for each in share.parts(config.intermediate_size)]
     own = (parts.qkv, parts.output, parts.mlp.gate_up, parts.mlp.down)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from services.compute.parallel.heads import HeadsOfRank
 from services.compute.parallel.share import Share
 
 
@@ -43,10 +44,11 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How ranks divide the columns of a decoder's layers: of attention's result, of the hidden states
-    and of the MLP's intermediate."""
+    """How ranks divide a decoder's layers: heads, and the columns of attention's result, of the hidden
+    states and of the MLP's intermediate."""
 
     ranks: Ranks
+    heads: tuple[HeadsOfRank, ...]
     attended: tuple[range, ...]
     hidden: tuple[range, ...]
     intermediate: tuple[range, ...]

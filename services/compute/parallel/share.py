@@ -7,6 +7,8 @@ ever summed over ranks.
 
 from dataclasses import dataclass
 
+from shared.process.errors import StartupError
+
 UNIT = 32  # columns that kernels compute together
 
 
@@ -32,6 +34,12 @@ class Share:
 WHOLE = Share()
 
 
+def check_stages(count: int, num_layers: int) -> None:
+    """Raises StartupError for fewer layers than stages."""
+    if num_layers < count:
+        raise StartupError(f"--pipeline-parallel-size {count}: the model has {num_layers} layers, and each stage needs one")
+
+
 def layers_of_stage(number: int, count: int, num_layers: int, head: float) -> range:
     """The layers of one of `count` stages (pipeline parallelism), one at least where there are as many.
     head: how many layers the LM head is worth: the first stage has so many fewer."""
@@ -52,7 +60,7 @@ class Portion:
     layers: range | None = None  # of its stage (pipeline parallelism); None: all
     has_embedding: bool = True
     has_head: bool = True
-    is_head_whole: bool = False
+    is_sharded: bool = False  # one rank computes with the parts of all: none has what another has, and the head is whole
 
 
 EVERYTHING = Portion()

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.compute.parallel.heads import divide_heads
 from services.compute.parallel.share import Share, layers_of_stage
 from services.compute.simulation.reading import reason
 from shared.process.errors import StartupError
@@ -80,8 +81,8 @@ class Part:
 def part_of(model: ModelShape, share: Share, stage: Share) -> Part:
     """The part of a rank. share: its place among those that divide every layer; stage: among those that
     divide the layers."""
-    num_kv_heads = len(share.part(model.num_kv_heads, 1))
-    num_heads = num_kv_heads * (model.num_heads // model.num_kv_heads)
+    heads = divide_heads(model.num_heads, model.num_kv_heads, share)[share.rank]
+    num_heads, num_kv_heads = len(heads.queries), len(heads.kv)
     hidden, q_size = len(share.part(model.hidden_size)), model.num_heads * model.head_dim
     if model.num_experts > 1:
         mlp = len(share.part(model.num_experts, 1)) * model.expert_weights

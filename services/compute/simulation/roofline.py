@@ -13,6 +13,7 @@ by kernel: it may take longer than the card.
 from dataclasses import dataclass
 
 from services.compute.batch import ScheduledBatch
+from services.compute.parallel.heads import divide_heads
 from services.compute.parallel.share import UNIT, Share
 from services.compute.simulation.hardware import GATHER_LAUNCHES, LAYER_LAUNCHES, LINKS, Hardware, Link, Precision
 from services.compute.simulation.models import ModelShape, Part, part_of
@@ -148,7 +149,8 @@ def make_stage(model: ModelShape, hardware: Hardware, precision: Precision, grou
 def gathers(model: ModelShape, part: Part, group: Group, *, is_first: bool) -> tuple[int, float, float]:
     """Their number, seconds for each token, and for each row of logits, which the first stage gathers."""
     ranks = Share(0, group.tensor)
-    heads = received(ranks, model.num_kv_heads, 1) * model.num_heads // model.num_kv_heads * model.head_dim
+    of_ranks = divide_heads(model.num_heads, model.num_kv_heads, ranks)
+    heads = (model.num_heads - min(len(each.queries) for each in of_ranks)) * model.head_dim
     hidden = received(ranks, model.hidden_size)
     if model.num_experts > 1:  # each token's experts are gathered, then added
         mlp, count = model.num_active * model.hidden_size * received(ranks, model.num_experts, 1) / model.num_experts, 3

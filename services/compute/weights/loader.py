@@ -22,7 +22,8 @@ from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
-from services.compute.parallel.share import EVERYTHING, WHOLE, Portion, Share
+from services.compute.parallel.heads import heads_of
+from services.compute.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -89,7 +90,7 @@ def load_parts(
         if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
-    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion.share)
+    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion)
     try:
         if quantization != "none" or attention_output or lm_head:
             option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
@@ -100,7 +101,7 @@ def load_parts(
             parts.append(loader.parts(number))
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        of_head = replace(loader, share=WHOLE) if portion.is_head_whole else loader
+        of_head = replace(loader, portion=EVERYTHING) if portion.is_sharded else loader
         found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=of_head.head_part(embedding) if portion.has_head else None)
         # the first rank has a part of everything
         source.report(portion.layers if portion.share.rank == 0 else range(0))
@@ -153,9 +154,13 @@ class Loader:
     config: ModelConfig
     backend: Backend
     packing: Packed
-    share: Share = WHOLE
+    portion: Portion = EVERYTHING
     # layers, by the form that the file has and no kernel reads
     widened: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> Share:
+        return self.portion.share
 
     def report(self) -> None:
         """Say in the log what the file holds in fewer bits than the memory."""
@@ -169,22 +174,20 @@ class Loader:
 
     def parts(self, number: int) -> LayerParts:
         config, prefix = self.config, f"model.layers.{number}."
-        hidden, head_dim, kv_heads, per_kv_head = config.hidden_size, config.head_dim, config.num_kv_heads, config.num_heads // config.num_kv_heads
-        q_size, kv_size = config.num_heads * head_dim, kv_heads * head_dim
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         attention = prefix + "self_attn."
         names = [attention + "qkv_proj."] if config.has_fused_projections else [attention + f"{name}_proj." for name in "qkv"]
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()}
-        # a norm over all heads needs them all
-        of_kv = range(kv_heads) if config.is_qk_norm_joint else self.share.part(kv_heads, unit=1)
-        of_q = scaled(of_kv, per_kv_head)
-        heads = [scaled(each, head_dim) for each in (of_q, of_kv, of_kv)]
+        own = heads_of(config, self.share, may_repeat=not self.portion.is_sharded)[self.share.rank]
+        heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)]
         return LayerParts(
             norms=Norms(**norms),
             qkv=self.linear(prefix + "qkv.", names, [(size, hidden) for size in (q_size, kv_size, kv_size)], config.has_qkv_bias, parts=heads),
             output=self.columns(prefix + "output.", attention + "o_proj.", (hidden, q_size), config.has_output_bias, self.packing.of_output),
             mlp=self.mixture(prefix, config.moe) if config.moe is not None and number in config.moe.sparse_layers else self.mlp(prefix),
-            sinks=self.source.dense(attention + "sinks", (config.num_heads,), [of_q]).float() if config.has_sinks and of_q else None,
+            sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float() if config.has_sinks and own.queries else None,
         )
 
     def mlp(self, prefix: str) -> MlpParts:

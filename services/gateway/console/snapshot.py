@@ -60,6 +60,7 @@ def replica_shown(replica: Replica, *, is_killed: bool, can_kill: bool) -> dict[
         "model": replica.model,
         "host": replica.host,
         "pid": replica.pid,
+        "num_ranks": 1 + len(replica.ranks),
         "up_s": round(time.time() - replica.started_at, 1),
         "idle_s": round(replica.idle_s, 2),
         "problem": replica.problem,

@@ -91,6 +91,7 @@ def test_other_gates(activation: str) -> None:
         (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16), (13, 9), (1, 8), window=6, norm="heads")),
         (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),
+        (BFLOAT16, AttentionCase(Heads(3, 2, 16, of_kv_head=3, num_before=2), (131, 20), (1, 9), has_sinks=True)),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 24), (1, 20))),
         (BFLOAT16, AttentionCase(Heads(4, 1, 16), (30, 80), (17, 3), window=40)),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 131, 24), (1, 1, 20), window=40, has_sinks=True)),

@@ -55,7 +55,7 @@ class NativeAttention:
         attention = Attention(
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
             block_lens=pointer(lens), last_seen=pointer(last_seen), num_sequences=len(contexts), table_width=width,
-            num_heads=heads.num_heads, head_dim=heads.head_dim,
+            num_heads=heads.num_heads, head_dim=heads.head_dim, sharing=heads.sharing, num_before=heads.num_before,
             scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(), out_stride=out.shape[1],
         )  # fmt: skip
         kept = (starts, contexts, tables, inputs.slot_mapping, *(each for each in (lens, last_seen) if each is not None))

@@ -148,6 +148,8 @@ struct Attention {
   const int64_t* last_seen;        // [tokens]: the last position that each sees, at least its own and rising in a sequence; or null: its own
   int64_t num_sequences, table_width;
   int64_t num_heads, head_dim;
+  int64_t sharing;     // query heads that read a KV head; some of the first and of the last one's may be elsewhere:
+  int64_t num_before;  // of the first one's, so many
   int64_t window;  // how many tokens back each sees, itself included; 0: all
   float scale;
   float cap;      // a score becomes cap * tanh(score / cap); 0: no cap

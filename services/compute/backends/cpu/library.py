@@ -55,7 +55,7 @@ class Attention(ctypes.Structure):
         ("query_stride", ctypes.c_int64),
         ("cache", CacheRows),
         *((name, Pointer) for name in ("query_starts", "context_lens", "block_tables", "block_lens", "last_seen")),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "num_heads", "head_dim", "window")),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "num_heads", "head_dim", "sharing", "num_before", "window")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
         ("sinks", Pointer),

@@ -108,10 +108,9 @@ class CudaAttention:
 
     def __init__(self, buffers: CudaBuffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
-        sharing = heads.num_heads // heads.num_kv_heads
-        if heads.head_dim > MAX_HEAD_DIM or sharing > ROWS:
+        if heads.head_dim > MAX_HEAD_DIM or heads.sharing > ROWS:
             raise StartupError(
-                f"heads of {heads.head_dim} dimensions, {sharing} to a KV head: attention on a GPU takes up to {MAX_HEAD_DIM} dimensions and {ROWS} heads"
+                f"heads of {heads.head_dim} dimensions, {heads.sharing} to a KV head: attention on a GPU takes up to {MAX_HEAD_DIM} dimensions and {ROWS} heads"
             )
         self.buffers = buffers
         self.tables = BlockTables(buffers)
@@ -119,7 +118,7 @@ class CudaAttention:
         self.dtype = dtype
         self.heads = heads
         self.scores = scores or Scores.of(heads.head_dim)
-        self.sharing: int = triton.next_power_of_2(sharing)
+        self.sharing: int = triton.next_power_of_2(heads.sharing)
         self.dim: int = max(triton.next_power_of_2(heads.head_dim), 16)
 
     @property
@@ -225,14 +224,16 @@ class CudaAttention:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,
                     num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
-                    **shape, NUM_HEADS=heads.num_heads, SHARING=self.sharing, ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
+                    **shape, NUM_HEADS=heads.num_heads, OF_KV_HEAD=heads.sharing, NUM_BEFORE=heads.num_before, SHARING=self.sharing,
+                    ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
                     IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,
                 )  # fmt: skip
         if plan.num_split:
             num_parts = plan.merged.shape[1]
             kernels.merge_ranges[(num_parts, heads.num_kv_heads)](
                 plan.merged, plan.parts, plan.stats, sinks, plan.out, num_parts, num_ranges, window,
-                NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEAD_DIM=heads.head_dim, SHARING=self.sharing, DIM=self.dim, RANGE=RANGE,
+                NUM_HEADS=heads.num_heads, OF_KV_HEAD=heads.sharing, NUM_BEFORE=heads.num_before, HEAD_DIM=heads.head_dim, SHARING=self.sharing,
+                DIM=self.dim, RANGE=RANGE,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
         return plan.out[: len(qkv)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.compute.backends.torch.reference import RANGE, Scores, norm_heads, paged_attention, rotary, write_kv
@@ -23,12 +24,21 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     rotary_dim: int | None = None  # of head_dim, how many are rotated; None: all
+    # query heads that read a KV head; None: as many as all read. Some of the first and of the last one's
+    # may be elsewhere: num_before of the first one's
+    of_kv_head: int | None = None
+    num_before: int = 0
+
+    @property
+    def sharing(self) -> int:
+        """Query heads that read a KV head."""
+        return self.of_kv_head or self.num_heads // self.num_kv_heads
 
     @property
     def are_supported(self) -> bool:
         """Whether native code runs heads of this form."""
         is_in_lanes = self.head_dim % 32 == 0 and (self.rotary_dim or self.head_dim) % 32 == 0
-        return is_in_lanes and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.num_heads // self.num_kv_heads <= MAX_NATIVE_GROUP
+        return is_in_lanes and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.sharing <= MAX_NATIVE_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +153,11 @@ class TorchAttention:
         cos, sin = (each[:, None] for each in inputs.ropes[rope])
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         write_kv(kv, k, v, inputs.slot_mapping)
+        # zeros in the places of query heads that are elsewhere
+        missing = heads.num_before, heads.num_kv_heads * heads.sharing - heads.num_before - heads.num_heads
+        q, sinks = F.pad(q, (0, 0, *missing)), None if sinks is None else F.pad(sinks, missing)
         out = torch.empty_like(q)
         for group in plan.groups:
             seen = group.positions, group.last_seen
             out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.block_lens, seen, window, self.scores, sinks)
-        return out.flatten(1)
+        return out[:, heads.num_before : heads.num_before + heads.num_heads].flatten(1)

@@ -223,8 +223,8 @@ def attend(
     qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, lens_ptr, last_seen_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
-    IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr,
+    OF_KV_HEAD: tl.constexpr, NUM_BEFORE: tl.constexpr, SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    RANGE: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
 
@@ -234,7 +234,8 @@ def attend(
     tables: [rows, table_width]; lens: the same, of each block how many of its positions are tokens,
     or None: all; last_seen: [T], the last position that each token sees, or None: its own; all
     int32. sinks: [heads] float32, or None. A tile's rows are its queries times the SHARING (a power
-    of two) query heads of a KV head. Writes out [T, heads * head_dim], or by query and range parts
+    of two) query heads of a KV head, which OF_KV_HEAD read; NUM_BEFORE of the first one's are not
+    here, and as many of the last one's as NUM_HEADS lacks. Writes out [T, heads * head_dim], or by query and range parts
     [parts, heads, max_ranges, head_dim] and stats [parts, heads, max_ranges, 2] of largest score and
     mass, float32.
     """
@@ -246,12 +247,11 @@ def attend(
         end = tl.load(contexts_ptr + 4 * sequence)
         origin = tl.load(contexts_ptr + 4 * sequence + 1)
         table_at = tl.load(contexts_ptr + 4 * sequence + 2).to(tl.int64) * table_width
-        heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
         row = tl.arange(0, ROWS)
         query, of_group = row // SHARING, row % SHARING
-        is_row = (query < num_queries) & (of_group < heads_of_one)
+        head = kv_head * OF_KV_HEAD - NUM_BEFORE + of_group
+        is_row = (query < num_queries) & (of_group < OF_KV_HEAD) & (head >= 0) & (head < NUM_HEADS)
         token = first_token.to(tl.int64) + query
-        head = kv_head * heads_of_one + of_group
         positions = tl.where(is_row, first_token - origin + query, -1)
         lasts = positions
         if last_seen_ptr is not None:
@@ -291,21 +291,21 @@ def attend(
 @triton.jit(do_not_specialize=["num_parts", "max_ranges"], do_not_specialize_on_alignment=["merged_ptr"])
 def merge_ranges(
     merged_ptr, parts_ptr, stats_ptr, sinks_ptr, out_ptr, num_parts, max_ranges, window,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, OF_KV_HEAD: tl.constexpr, NUM_BEFORE: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr,
+    RANGE: tl.constexpr,
 ):  # fmt: skip
     """Merge what `attend` wrote by range, in order: a program a query and KV head.
 
     merged: [2, num_parts] int32: each query's token in the step, and how many tokens of its
-    sequence are up to it (0: padding); sinks: as in `attend`.
+    sequence are up to it (0: padding); sinks, OF_KV_HEAD, NUM_BEFORE: as in `attend`.
     """
     query, kv_head = tl.program_id(0), tl.program_id(1)
     end = tl.load(merged_ptr + num_parts + query)
     if end > 0:
         token = tl.load(merged_ptr + query).to(tl.int64)
-        heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
         of_group = tl.arange(0, SHARING)
-        is_row = of_group < heads_of_one
-        head = kv_head * heads_of_one + of_group
+        head = kv_head * OF_KV_HEAD - NUM_BEFORE + of_group
+        is_row = (of_group < OF_KV_HEAD) & (head >= 0) & (head < NUM_HEADS)
         at = tl.arange(0, DIM)
         is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
         largest = tl.full([SHARING], float("-inf"), tl.float32)

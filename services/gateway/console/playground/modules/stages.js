@@ -67,7 +67,7 @@ export class StagesView {
     card.kill.hidden = !replica.can_kill;
     card.kill.setAttribute("aria-label", `Kill ${replica.replica_id}`);
     replace(card.figures, (replica.is_killed ? [] : figuresOf(replica, rates)).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
-    card.foot.textContent = replica.is_killed ? "killed; its lease runs out" : state || `pid ${replica.pid} · ${duration(replica.up_s)}`;
+    card.foot.textContent = replica.is_killed ? "killed; its lease runs out" : state || `${replica.num_ranks > 1 ? `${replica.num_ranks} ranks · ` : ""}pid ${replica.pid} · ${duration(replica.up_s)}`;
     return card.element;
   }
 }
