@@ -67,6 +67,7 @@ def pooled(states: torch.Tensor, pooling: str) -> Any:
     return (vector / vector.norm()).numpy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "impl"),
     [

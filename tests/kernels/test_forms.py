@@ -143,6 +143,7 @@ def test_four_bits_by_column_are_int8_by_column(rows: int, n: int, k: int, group
     assert torch.equal(*(layer.logits(x) for layer in layers))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_gated_layers_norms_and_logits(form: str) -> None:
     """Gate and up alternate by tiles, the second layer reads its activations from tiles, and the last gives float32."""
@@ -160,6 +161,7 @@ def test_gated_layers_norms_and_logits(form: str) -> None:
         assert error(logits, QuantizedTorchLinear(gate_up, None)(rms_norm(x, norm, EPS).float())) < 2.5e-2, group
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_many_long_rows(form: str) -> None:
     """Several panels of rows: the same bits as alone, and in any smaller company."""

@@ -100,7 +100,7 @@ def test_every_type_means_what_the_gguf_package_says(kind: Kind, tmp_path: Path)
     check_against(model, Writer(model, tmp_path / "model.gguf").write(kind))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"phi3"}))  # whose two lists of factors are for prompts of different lengths
 def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
     model = random_model(FAMILIES[name])

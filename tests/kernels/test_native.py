@@ -168,6 +168,7 @@ def exact_attention(
     return torch.einsum("hnc,chd->nhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("group", "scores", "spread"), [(0, None, 0), (0, Scores(0.3, 5.0), 3), (8, None, 40), (32, Scores(0.3, 5.0), 0), (0, None, 2)])
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "contexts", "lengths"),
@@ -306,6 +307,7 @@ def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
         assert Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate(prompts, 40, eos=1) == expected
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True, "lm_head": True})])
 def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [[5, 6, 7], list(range(40, 90))]

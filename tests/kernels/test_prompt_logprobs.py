@@ -62,6 +62,7 @@ def test_they_are_log_softmax_of_transformers_logits(name: str, tmp_path: Path) 
         assert found.ranks[~near.numpy()].tolist() == ranks[~near].tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(("name", "quantization", "kv_group"), [("mistral-window", "none", 0), ("qwen3", "w4", 0), ("demo", "w8a8", 32)])
 def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ ON_MODULES = ["aya_vision"]  # of the library, the text, too
 PARITY = [*((name, "transformers" if name in ON_MODULES else "native") for name in CONFIGS), ("smolvlm", "transformers")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "model_impl"), PARITY)
 def test_tokens_and_logits_equal_the_library_s(name: str, model_impl: str, tmp_path: Path) -> None:
     reference, family = write_vision_model(name, tmp_path), family_of(tmp_path)

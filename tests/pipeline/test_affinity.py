@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from shared.wire.registry import RENEW_EVERY_S
 from shared.wire.replica import Replica
 from shared.wire.streams import offers_key, prefixes_key, prompts
@@ -61,6 +63,7 @@ def test_conversations_go_on_where_they_began(deployment: Deployment) -> None:
         assert not peer.xlen(prompts(MODEL).key)
 
 
+@pytest.mark.more
 def test_a_prompt_does_not_wait_for_a_replica_that_stands_still(deployment: Deployment) -> None:
     """It is stolen long before that replica is taken for dead, and again when it is killed."""
     start(deployment)

@@ -75,6 +75,7 @@ def test_what_is_wrong_is_named(demo: Deployment, more: dict[str, Any], param: s
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+@pytest.mark.more
 def test_embeddings_survive_compute_and_are_the_same_alone_and_in_a_crowd(deployment: Deployment) -> None:
     """In bfloat16, by the bits. Chunks of prompts are cut again in every step, and whoever takes a request over begins it again."""
     small_steps = {"PENSTOCK_DTYPE": "bfloat16", "PENSTOCK_MAX_BATCHED_TOKENS": "64"}

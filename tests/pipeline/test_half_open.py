@@ -69,6 +69,7 @@ def line(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
         yield Line(deployment, proxies)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_replies_that_get_lost_for_two_seconds_stop_a_stage_for_seconds_not_a_minute(stage: str, line: Line) -> None:
     undisturbed, _ = line.texts()
@@ -78,6 +79,7 @@ def test_replies_that_get_lost_for_two_seconds_stop_a_stage_for_seconds_not_a_mi
     assert longest < SOON_S
 
 
+@pytest.mark.more
 def test_a_stage_that_is_cut_off_for_good_loses_its_lease_and_another_takes_over(line: Line) -> None:
     """Its heartbeat has a connection of its own, which is well."""
     proxy = line.proxies["sampler"]

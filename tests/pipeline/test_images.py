@@ -129,6 +129,7 @@ def test_the_terminal_sends_images_too(seeing: Deployment, tmp_path: Path) -> No
         assert code == 2 and words in said and "Traceback" not in said
 
 
+@pytest.mark.more
 def test_answers_depend_on_the_image_and_on_nothing_else(seeing: Deployment, folder: Path, tmp_path: Path) -> None:
     """Alone, in a crowd, in chunks, without a cache, by another replica, and while replicas are killed."""
     sizes = [(200, 140), (64, 64), (90, 300), (300, 300)]
@@ -209,6 +210,7 @@ def test_hostile_images_are_one_error_each(seeing: Deployment) -> None:
     assert forced.status_code == 400
 
 
+@pytest.mark.more
 def test_encoder_stages_make_the_same_embeddings_and_may_die(seeing: Deployment) -> None:
     def encoded_by(stage: str) -> float:
         return sum(replica.load.images_encoded or 0 for replica in seeing.registry().of(stage))

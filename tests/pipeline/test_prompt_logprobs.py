@@ -221,6 +221,7 @@ def slow(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
             deployment.stop()
 
 
+@pytest.mark.more
 def test_compute_is_killed_in_the_middle_of_a_long_prompt(slow: Deployment) -> None:
     """Its successor begins the prompt again, and the client gets the same bits once."""
     body = {"model": MODEL, "prompt": LONG, "max_tokens": 3, "temperature": 0, "logprobs": 2, "echo": True, "prompt_logprobs": 4, "stream": True}

@@ -45,6 +45,7 @@ def ask_all(deployment: Deployment, set_id: str) -> list[tuple[str, int]]:
     return [ask(deployment, set_id, use, seed) for seed, use in enumerate(USES)]
 
 
+@pytest.mark.more
 def test_no_byte_depends_on_the_cache_or_on_deaths(deployment: Deployment, tmp_path: Path) -> None:
     deployment.start_all(prefix_caching=False, dtype="float32")
     [compute] = [name for name in deployment.processes if name.startswith("compute")]

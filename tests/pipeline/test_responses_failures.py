@@ -29,6 +29,7 @@ def check_whole(events: list[dict[str, Any]], text: str) -> None:
     assert events[-1]["response"]["usage"]["output_tokens"] == NUM_TOKENS
 
 
+@pytest.mark.more
 def test_a_response_goes_on_when_what_works_on_it_is_killed(deployment: Deployment) -> None:
     deployment.start_all(gateways=3, dtype="float32")
     sampler, compute = (next(name for name in deployment.processes if name.startswith(stage)) for stage in ("sampler", "compute"))

@@ -317,6 +317,7 @@ def test_a_search_that_is_left_ends(demo: Deployment) -> None:
     assert complete(demo, max_tokens=1, temperature=0).choices[0].finish_reason == "length"
 
 
+@pytest.mark.more
 def test_a_search_goes_on_when_its_stages_are_killed(deployment: Deployment) -> None:
     """Compute, sampler and tokenizer die in the middle of it: the same answers, as if nothing had been."""
     deployment.start_all(dtype="float32")

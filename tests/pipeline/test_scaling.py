@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all
@@ -12,6 +13,7 @@ from tests.waiting import wait_until
 NUM_STREAMS, FEW_STREAMS, NUM_TOKENS = 24, 8, 70
 
 
+@pytest.mark.more
 def test_replicas_that_leave_join_and_are_killed_in_the_middle_of_streams_move_no_token(deployment: Deployment) -> None:
     """First a sampler and a tokenizer leave and others join; then a sampler is killed; then compute; then compute leaves."""
     deployment.start_all(tokenizers=2, samplers=2, dtype="float32")

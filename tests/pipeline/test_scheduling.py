@@ -127,6 +127,7 @@ def test_choices_are_the_same_as_each_alone(demo: Deployment) -> None:
     assert texts[0] == alone.choices[0].text and len(set(texts)) == 4
 
 
+@pytest.mark.more
 def test_a_full_cache_changes_no_answer(demo: Deployment, deployment: Deployment) -> None:
     """Preempted and computed again, sequences go on with the same tokens."""
     expected = asyncio.run(stream_all(demo, 8, max_tokens=200))

@@ -148,6 +148,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
             deployment.stop()
 
 
+@pytest.mark.more
 def test_a_thought_is_told_from_the_answer_and_survives_a_killed_sampler(thinking: Deployment) -> None:
     client = thinking.client()
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "temperature": 0}

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from shared.wire.registry import LEASE_S, announce
 from shared.wire.replica import Replica
 from shared.wire.streams import replica_key
@@ -41,6 +43,7 @@ def announced(deployment: Deployment, replica: Replica) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.more
 def test_compute_that_was_stopped_cancels_no_request_whose_gateway_comes_back(tmp_path: Path, redis_binary: Path | None) -> None:
     """When compute goes on, the gateway's lease is out, and was not for longer than the grace; then it comes back."""
     with running_redis(tmp_path / "redis", redis_binary) as url:

@@ -59,6 +59,7 @@ def request(number: int, constraint: Constraint | None) -> TokenizedRequest:
     return TokenizedRequest(f"r{number}.0", None, MODEL, params, prompt, EOS, constraint=constraint)
 
 
+@pytest.mark.more
 def test_constrained_answers_are_the_same_bytes_alone_and_when_processes_die(stages: Deployment) -> None:
     stages.start("sampler", "sampler-1")
     start_fragile(stages, "compute-1", PENSTOCK_RUN_AHEAD="0", FRAGILE_STEP_S="0")

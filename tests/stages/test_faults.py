@@ -93,7 +93,7 @@ def spelled(event: TokenEvent) -> list[str]:
     return [dict(zip(prompt.spelled_token_ids.tolist(), prompt.texts, strict=True))[token_id] for token_id in prompt.token_ids.tolist()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_round_trip_changes_no_byte_of_any_log(stage: str, fault: str, disturbed: Disturbed) -> None:

@@ -109,6 +109,7 @@ def test_another_goes_on_when_no_equal_one_is_left(line: LineOfStages, monkeypat
     assert fingerprint_field([choice]) == {"system_fingerprint": f"fp_first+{compute.stage.fingerprint}"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_full", [True, False])
 def test_another_goes_on_when_the_equal_one_is_full_or_does_not_take_it(line: LineOfStages, monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
     monkeypatch.setattr(admit, "LEFT_FOR_S", 600.0 if is_full else 0.5)

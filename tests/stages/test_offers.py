@@ -198,6 +198,7 @@ def test_what_was_claimed_or_has_ended_is_neither_taken_up_nor_stolen(place: Pla
     assert place.steal("compute-3") == [] and not place.client.exists(offers_key(MODEL))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Place, seed: int) -> None:
     rng, running, seen, number = random.Random(seed), dict[str, str](), set[str](), 0

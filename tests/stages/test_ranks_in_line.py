@@ -131,6 +131,7 @@ def test_ranks_whose_head_is_shared_with_heads_that_draft(redis_url: str, expect
         assert line.compute.speculation.total.num_draft_tokens > 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.more)])  # of three, one has no heads
 def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any], size: int) -> None:
     """Their memory is their own, and results go through torch.distributed."""

@@ -82,7 +82,7 @@ def test_other_gates(activation: str) -> None:
     assert has_held(check_linear(CudaBackend(BFLOAT16, CPU), "none", LinearCase(3, 40, 32, activation=activation, has_bias=True, has_residual=True)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [

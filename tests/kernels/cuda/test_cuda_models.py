@@ -70,6 +70,7 @@ def test_short_steps_are_recorded_by_bucket_and_filled_in_one_piece(model: Path)
     torch.testing.assert_close(loaded.model.taps.take(3), plain.model.taps.take(3), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.more
 def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_drafts(model, monkeypatch, longest=9)  # 17, the most, in more_models.py
 
