@@ -49,7 +49,7 @@ class AttentionCase:
 
     def __str__(self) -> str:
         own = self.heads
-        elsewhere = f", of {own.num_kv_heads * own.sharing} from {own.num_before} on" if own.of_kv_head else ""
+        elsewhere = f", of {own.num_kv_heads * own.sharing} from {own.num_before} on" if own.per_kv_head else ""
         heads = f"{own.num_heads} / {own.num_kv_heads} heads of {own.head_dim}{elsewhere}"
         more = [f"window {self.window}" if self.window else "", "cap" if self.scores and self.scores.cap else "", f"{self.norm} norm" if self.norm else ""]
         more += ["sinks"] if self.has_sinks else []
@@ -192,8 +192,8 @@ def written(prompt: Tensor, heads: Heads, kv_group: int, dtype: torch.dtype) -> 
 
 
 ATTENTIONS = (
-    AttentionCase(Heads(5, 2, 64, of_kv_head=3), (5, 40, 100), (1, 9, 1)),
-    AttentionCase(Heads(4, 3, 32, of_kv_head=2, num_before=1), (70, 30), (33, 1), kv_group=8, has_sinks=True),
+    AttentionCase(Heads(5, 2, 64, per_kv_head=3), (5, 40, 100), (1, 9, 1)),
+    AttentionCase(Heads(4, 3, 32, per_kv_head=2, num_before=1), (70, 30), (33, 1), kv_group=8, has_sinks=True),
     AttentionCase(Heads(4, 2, 32), (5, 40, 100), (1, 9, 1)),
     AttentionCase(Heads(6, 2, 64, 32), (70, 30), (33, 1), window=20, norm="heads"),
     AttentionCase(Heads(2, 1, 16), (RANGE + 40,), (1,), scores=Scores(0.3, 5.0)),

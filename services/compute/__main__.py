@@ -16,13 +16,14 @@ def main() -> None:
     start_logging(settings, rank)
     files = open_model(settings.model, settings.served_model_name, weights=True)
 
+    if (num_layers := files.config.get("num_hidden_layers")) is not None:
+        check_stages(settings.pipeline_parallel_size, num_layers)
+
     # torch takes seconds to import: only in the functions below, so that a bad setting, or a rank that
     # does not fit in, is told at once
     if rank:
         with join_group(settings) as member:
             return follow(settings, files, member)
-    if (num_layers := files.config.get("num_hidden_layers")) is not None:
-        check_stages(settings.pipeline_parallel_size, num_layers)
     with open_group(settings) or nullcontext() as group:
         serve(settings, files, group)
         if group is not None:

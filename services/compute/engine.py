@@ -256,7 +256,7 @@ def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[Cach
     is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
     if not is_one_memory:
         return [each.config for each in models]
-    return [each.cached for each in models if isinstance(each, Decoder)]
+    return [each.cache_of_all_ranks for each in models if isinstance(each, Decoder)]
 
 
 def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:

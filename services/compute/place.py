@@ -186,7 +186,7 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
             kept.append(move_out(linears_to_keep(parts.layers.pop(0), config)))
         send_bytes(shards, encode(Kept(tuple(outline for outline, _ in kept))))
         nothing = ModelWeights(ELSEWHERE, [], parts.norm, ELSEWHERE)
-        return Decoder(config_of_rank(config, share, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept]))
+        return Decoder(config_of_rank(config, WHOLE, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept]))
     assert parts.embedding is not None and parts.lm_head is not None
     outlines = [decode(receive_bytes(shards, rank)).layers for rank in range(1, share.size)]
     receiver = Receiver(shards, [[each.num_bytes for each in of_layers] for of_layers in outlines])

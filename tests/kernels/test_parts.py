@@ -217,7 +217,7 @@ def check_mlp(whole: MlpParts | Expert, parts: list[MlpParts], hidden: int, inte
 def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts]) -> None:
     shares = [Share(rank, len(parts)) for rank in range(len(parts))]
     hidden, head_dim = config.hidden_size, config.head_dim
-    heads = heads_of(config, shares[0])
+    heads = heads_of(config, len(parts))
     starts = (0, config.num_heads * head_dim, (config.num_heads + config.num_kv_heads) * head_dim)
     rows = [
         [range(start + some.start * head_dim, start + some.stop * head_dim) for start, some in zip(starts, (each.queries, each.kv, each.kv), strict=True)]

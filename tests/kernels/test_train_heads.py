@@ -62,6 +62,7 @@ def test_the_likeliest_tokens_are_those_of_the_answers() -> None:
     assert likeliest_tokens(answers, 20, 2).tolist() == [2, 9] and likeliest_tokens(answers, 20, 4).tolist() == [0, 2, 4, 9]
 
 
+@pytest.mark.more
 def test_heads_of_the_demo_are_written_and_the_same_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("first", "second"):
         assert main(["train-heads", "demo", str(tmp_path / name), *SMALL]) == 0

@@ -144,6 +144,7 @@ def read_stream(text: str) -> str:
     return "".join(event["choices"][0]["text"] for event in events if event["choices"])
 
 
+@pytest.mark.more
 def test_redis_restarts_in_the_middle_of_streams(tmp_path: Path, redis_binary: Path | None) -> None:
     folder = tmp_path / "redis"
     with running_redis(folder, redis_binary) as url:

@@ -5,6 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.deployment import Deployment
 from tests.waiting import wait_until
 
@@ -26,6 +28,7 @@ def wait_ready(deployment: Deployment, compute: str) -> None:
     wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
 
 
+@pytest.mark.more
 def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(deployment: Deployment, tmp_path: Path) -> None:
     place, questions = tmp_path / "kv", [f"Question {number}?" for number in range(4)]
     settings = {"kv_disk": f"{place},64MiB"}

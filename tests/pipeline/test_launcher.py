@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from shared.wire.stage import LIFELINE
 from tests.deployment import free_port
@@ -51,6 +52,7 @@ def stream(up: Up, *, kill: bool = False) -> list[str]:
         compute.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.more
 def test_a_launcher_that_is_killed_mid_stream_loses_nothing_and_starts_no_second_redis(tmp_path: Path) -> None:
     """The second one goes on where the first was. It is killed too, and its Redis does not end: the third names it."""
     first = Up(tmp_path, *FLAGS)

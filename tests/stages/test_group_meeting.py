@@ -159,7 +159,7 @@ def test_ranks_meet_at_the_address_that_they_were_given_and_no_other() -> None:
     assert other.communicate(timeout=SLOW_S)[0].split()[1:] == ["1"]
 
 
-def test_a_head_whose_ranks_do_not_meet_it_says_so_in_time() -> None:
+def head_that_waits_alone() -> None:
     settings = ComputeSettings(tensor_parallel_size=2, group_wait_s=0.5, group_timeout_s=SLOW_S)
     ours, theirs = socket.socketpair()
     watch, their_watch = socket.socketpair()
@@ -170,6 +170,12 @@ def test_a_head_whose_ranks_do_not_meet_it_says_so_in_time() -> None:
         assert time.monotonic() - began_at < SLOW_S / 2
         rendezvous = Channel(theirs).receive()
         assert isinstance(rendezvous, Rendezvous) and rendezvous.device == "cpu"
+
+
+def test_a_head_whose_ranks_do_not_meet_it_says_so_in_time() -> None:
+    """In a process of its own: torch counts the group that it has begun, and would look for those after it by another name than their other ranks."""
+    call = f"from {__name__} import head_that_waits_alone; head_that_waits_alone()"
+    subprocess.run([sys.executable, "-c", call], check=True, timeout=2 * SLOW_S)
 
 
 def test_a_rank_with_another_device_does_not_meet() -> None:

@@ -16,7 +16,7 @@ from services.compute.place import Place
 from services.compute.simulation.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
 from services.compute.simulation.models import MODELS, ModelShape, Part, part_of
 from services.compute.simulation.replica import StepLimits
-from services.compute.simulation.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, weight_bytes
+from services.compute.simulation.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, longest, weight_bytes
 from services.compute.simulation.table import PUBLISHED, Case, simulate_line, simulate_published
 from services.compute.simulation.trace import load_trace
 from services.operator.cli import main
@@ -122,9 +122,9 @@ def test_with_enough_sequences_the_busiest_stage_never_waits(model: ModelShape, 
     """Then only the way of hidden states may be added. One sequence goes through one stage after the other."""
     cost = Roofline(model, A100, group=Group(tensor, pipeline, link, FREE))
     enough, alone = replace(work, num_sequences=max(work.num_sequences, pipeline)), replace(work, num_sequences=1)
-    busiest = pipeline * max(stage.seconds(enough.divided(pipeline)) for stage in cost.stages)
+    busiest = pipeline * max(longest(ranks, enough.divided(pipeline)) for ranks in cost.stages)
     assert cost.seconds(enough) == pytest.approx(busiest)
-    assert cost.seconds(alone) == pytest.approx(sum(stage.seconds(alone) for stage in cost.stages))
+    assert cost.seconds(alone) == pytest.approx(sum(longest(ranks, alone) for ranks in cost.stages))
     slow = Roofline(model, A100, group=Group(tensor, pipeline, link, Link(1e9, 1e-4, 1e-4)))
     assert busiest * (1 - 1e-9) <= slow.seconds(enough) <= busiest * (1 + 1e-9) + slow.passing_seconds(enough.divided(pipeline))
 

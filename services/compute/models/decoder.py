@@ -17,6 +17,7 @@ from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, rms_norm
+from services.compute.cache.kv_cache import CacheShape
 from services.compute.models.config import ModelConfig
 from services.compute.parallel.ranks import Cut
 from services.compute.parallel.sharded import Receiver, Sender
@@ -87,7 +88,7 @@ class Decoder:
         heads = Heads(config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq))
         if cut is not None:
             own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads
-            heads = replace(heads, of_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
+            heads = replace(heads, per_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
         self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
@@ -104,8 +105,8 @@ class Decoder:
         return self.attention.finds_slots
 
     @property
-    def cached(self) -> ModelConfig:
-        """All ranks together as far as they have a KV cache: a KV head may be on several."""
+    def cache_of_all_ranks(self) -> CacheShape:
+        """The KV cache that they have together: a KV head may be on several."""
         return self.whole if self.cut is None else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
 
     def tap(self, layers: tuple[int, ...]) -> None:

@@ -33,7 +33,7 @@ class LayerParts:
     """backend.py's LayerWeights, in parts."""
 
     norms: Norms  # whole
-    qkv: Linear | None  # of the rank's KV heads, each with the query heads that read it
+    qkv: Linear | None  # of the rank's query heads, and of the KV heads that these read
     output: Linear | None
     mlp: MlpParts | MixtureParts
     sinks: Tensor | None  # of the rank's query heads, float32

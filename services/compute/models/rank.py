@@ -19,7 +19,7 @@ from services.compute.parallel.share import Share
 
 def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelConfig:
     """The configuration of a rank's part of a model: of its layers, and of its heads in them."""
-    heads, moe = heads_of(config, share)[share.rank], config.moe
+    heads, moe = heads_of(config, share.size)[share.rank], config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset(number - layers.start for number in moe.sparse_layers if number in layers))
     ropes, windows = config.rope_of_layer[layers.start : layers.stop], config.sliding_windows[layers.start : layers.stop]
@@ -30,7 +30,7 @@ def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelCon
 
 def cut_of(config: ModelConfig, ranks: Ranks) -> Cut:
     """How ranks divide a whole model."""
-    share, heads = ranks.share, heads_of(config, ranks.share)
+    share, heads = ranks.share, heads_of(config, ranks.share.size)
     attended = tuple(range(each.queries.start * config.head_dim, each.queries.stop * config.head_dim) for each in heads)
     return Cut(ranks, heads, attended, share.parts(config.hidden_size), share.parts(config.intermediate_size))
 

@@ -23,7 +23,7 @@ def sharded_layer(parts: LayerParts, others: Sequence[Theirs], config: ModelConf
     """A whole layer. parts: rank 0's; others: of the ranks after it; config: the whole model's."""
     share = Share(0, 1 + len(others))
     assert isinstance(parts.mlp, MlpParts)
-    heads = [(each.queries, each.kv, each.kv) for each in heads_of(config, share, may_repeat=False)]
+    heads = [(each.queries, each.kv, each.kv) for each in heads_of(config, share.size, may_repeat=False)]
     of_heads: Widths = [tuple(len(some) * config.head_dim for some in each) for each in heads]
     of_hidden: Widths = [(len(each),) for each in share.parts(config.hidden_size)]
     of_intermediate: Widths = [(len(each),) for each in share.parts(config.intermediate_size)]

@@ -60,7 +60,7 @@ class Portion:
     layers: range | None = None  # of its stage (pipeline parallelism); None: all
     has_embedding: bool = True
     has_head: bool = True
-    is_sharded: bool = False  # one rank computes with the parts of all: none has what another has, and the head is whole
+    is_sharded: bool = False  # rank 0 computes with the parts of all: a KV head is on one of them, and the head is whole
 
 
 EVERYTHING = Portion()

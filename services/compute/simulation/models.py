@@ -81,7 +81,7 @@ class Part:
 def part_of(model: ModelShape, share: Share, stage: Share) -> Part:
     """The part of a rank. share: its place among those that divide every layer; stage: among those that
     divide the layers."""
-    heads = divide_heads(model.num_heads, model.num_kv_heads, share)[share.rank]
+    heads = divide_heads(model.num_heads, model.num_kv_heads, share.size)[share.rank]
     num_heads, num_kv_heads = len(heads.queries), len(heads.kv)
     hidden, q_size = len(share.part(model.hidden_size)), model.num_heads * model.head_dim
     if model.num_experts > 1:

@@ -10,6 +10,7 @@ Steps without chunks of prompts are recorded, unless a layer is cut. The host la
 by kernel: it may take longer than the card.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.compute.batch import ScheduledBatch
@@ -65,8 +66,8 @@ BF16, ONE_CARD = Precision(), Group()
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Seconds of a rank that has some of the layers, by what a step has to do."""
+class Rank:
+    """Seconds of a rank, by what a step has to do."""
 
     host_s: float
     launches_s: float  # the host's, beside the card's, of a step that is not recorded
@@ -97,21 +98,20 @@ class Stage:
 
 
 class Roofline:
-    """Seconds of a model's steps. The first rank has the largest part of everything, so the others wait
-    for it."""
+    """Seconds of a model's steps. The rank that takes longest sets the pace of its stage."""
 
     def __init__(self, model: ModelShape, hardware: Hardware, precision: Precision = BF16, group: Group = ONE_CARD) -> None:
         self.group = group
-        self.stages = [make_stage(model, hardware, precision, group, number) for number in range(group.pipeline)]
+        self.stages = [make_ranks(model, hardware, precision, group, number) for number in range(group.pipeline)]
         self.hidden_bytes = HIDDEN_BYTES * model.hidden_size
 
     def seconds(self, work: Work) -> float:
         """Until each of the step's sequences has its token."""
         if len(self.stages) == 1:
-            return self.stages[0].seconds(work)
+            return longest(self.stages[0], work)
         count = min(len(self.stages), work.num_sequences)
         part = work.divided(count)
-        stages = [stage.seconds(part) for stage in self.stages]
+        stages = [longest(ranks, part) for ranks in self.stages]
         return max(sum(stages) + self.passing_seconds(part), count * max(stages))
 
     def passing_seconds(self, work: Work) -> float:
@@ -120,14 +120,22 @@ class Roofline:
         return len(self.stages) * self.group.stage_link.latency_s(2) + num_states * self.hidden_bytes * self.group.stage_link.byte_s
 
 
-def make_stage(model: ModelShape, hardware: Hardware, precision: Precision, group: Group, number: int) -> Stage:
-    """The first rank's stage of that number."""
+def longest(ranks: Sequence[Rank], work: Work) -> float:
+    return max([rank.seconds(work) for rank in ranks])
+
+
+def make_ranks(model: ModelShape, hardware: Hardware, precision: Precision, group: Group, number: int) -> list[Rank]:
+    """The ranks of the stage of that number; of those that take as long as each other, one."""
+    parts = [part_of(model, Share(rank, group.tensor), Share(number, group.pipeline)) for rank in range(group.tensor)]
+    return list(dict.fromkeys(make_rank(model, hardware, precision, group, number, part) for part in parts))
+
+
+def make_rank(model: ModelShape, hardware: Hardware, precision: Precision, group: Group, number: int, part: Part) -> Rank:
     bandwidth, rate = hardware.bandwidth_share * hardware.bandwidth, hardware.flops_share * hardware.flops
     multiply_s = 2 / (hardware.flops_share * (hardware.int8_ops if precision.has_int8_products else hardware.flops))
-    part = part_of(model, Share(0, group.tensor), Share(number, group.pipeline))
     layers, active = part.num_layers, model.num_active / model.num_experts
     num_gathers, token_s, row_s = gathers(model, part, group, is_first=number == 0) if group.tensor > 1 else (0, 0.0, 0.0)
-    return Stage(
+    return Rank(
         host_s=hardware.host_s if number == 0 else 0.0,
         launches_s=(layers * LAYER_LAUNCHES + num_gathers * GATHER_LAUNCHES) * hardware.launch_s,
         is_recordable=group.tensor == 1,
@@ -149,7 +157,7 @@ def make_stage(model: ModelShape, hardware: Hardware, precision: Precision, grou
 def gathers(model: ModelShape, part: Part, group: Group, *, is_first: bool) -> tuple[int, float, float]:
     """Their number, seconds for each token, and for each row of logits, which the first stage gathers."""
     ranks = Share(0, group.tensor)
-    of_ranks = divide_heads(model.num_heads, model.num_kv_heads, ranks)
+    of_ranks = divide_heads(model.num_heads, model.num_kv_heads, group.tensor)
     heads = (model.num_heads - min(len(each.queries) for each in of_ranks)) * model.head_dim
     hidden = received(ranks, model.hidden_size)
     if model.num_experts > 1:  # each token's experts are gathered, then added

@@ -180,7 +180,7 @@ class Loader:
         names = [attention + "qkv_proj."] if config.has_fused_projections else [attention + f"{name}_proj." for name in "qkv"]
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()}
-        own = heads_of(config, self.share, may_repeat=not self.portion.is_sharded)[self.share.rank]
+        own = heads_of(config, self.share.size, may_repeat=not self.portion.is_sharded)[self.share.rank]
         heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)]
         return LayerParts(
             norms=Norms(**norms),

@@ -148,8 +148,9 @@ struct Attention {
   const int64_t* last_seen;        // [tokens]: the last position that each sees, at least its own and rising in a sequence; or null: its own
   int64_t num_sequences, table_width;
   int64_t num_heads, head_dim;
-  int64_t sharing;     // query heads that read a KV head; some of the first and of the last one's may be elsewhere:
-  int64_t num_before;  // of the first one's, so many
+  // query heads that read each KV head. Some that read the first or the last one may be elsewhere; of
+  // those of the first, the first num_before
+  int64_t sharing, num_before;
   int64_t window;  // how many tokens back each sees, itself included; 0: all
   float scale;
   float cap;      // a score becomes cap * tanh(score / cap); 0: no cap

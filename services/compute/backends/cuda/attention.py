@@ -118,13 +118,13 @@ class CudaAttention:
         self.dtype = dtype
         self.heads = heads
         self.scores = scores or Scores.of(heads.head_dim)
-        self.sharing: int = triton.next_power_of_2(heads.sharing)
+        self.places: int = triton.next_power_of_2(heads.sharing)
         self.dim: int = max(triton.next_power_of_2(heads.head_dim), 16)
 
     @property
     def queries(self) -> int:
         """Queries of a chunk's tile."""
-        return ROWS // self.sharing
+        return ROWS // self.places
 
     def reserve(self, num_sequences: int, num_tokens: int, longest: int) -> None:
         """Make room for any step of so many sequences and tokens, of contexts of up to `longest`
@@ -224,7 +224,7 @@ class CudaAttention:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,
                     num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
-                    **shape, NUM_HEADS=heads.num_heads, OF_KV_HEAD=heads.sharing, NUM_BEFORE=heads.num_before, SHARING=self.sharing,
+                    **shape, NUM_HEADS=heads.num_heads, SHARING=heads.sharing, NUM_BEFORE=heads.num_before, PLACES=self.places,
                     ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
                     IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,
                 )  # fmt: skip
@@ -232,7 +232,7 @@ class CudaAttention:
             num_parts = plan.merged.shape[1]
             kernels.merge_ranges[(num_parts, heads.num_kv_heads)](
                 plan.merged, plan.parts, plan.stats, sinks, plan.out, num_parts, num_ranges, window,
-                NUM_HEADS=heads.num_heads, OF_KV_HEAD=heads.sharing, NUM_BEFORE=heads.num_before, HEAD_DIM=heads.head_dim, SHARING=self.sharing,
+                NUM_HEADS=heads.num_heads, SHARING=heads.sharing, NUM_BEFORE=heads.num_before, HEAD_DIM=heads.head_dim, PLACES=self.places,
                 DIM=self.dim, RANGE=RANGE,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip

@@ -24,15 +24,15 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     rotary_dim: int | None = None  # of head_dim, how many are rotated; None: all
-    # query heads that read a KV head; None: as many as all read. Some of the first and of the last one's
-    # may be elsewhere: num_before of the first one's
-    of_kv_head: int | None = None
+    # query heads that read each KV head; None: num_heads / num_kv_heads. Some that read the first or the
+    # last one may be elsewhere; of those of the first, the first num_before
+    per_kv_head: int | None = None
     num_before: int = 0
 
     @property
     def sharing(self) -> int:
         """Query heads that read a KV head."""
-        return self.of_kv_head or self.num_heads // self.num_kv_heads
+        return self.per_kv_head or self.num_heads // self.num_kv_heads
 
     @property
     def are_supported(self) -> bool:

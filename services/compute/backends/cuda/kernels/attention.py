@@ -223,7 +223,7 @@ def attend(
     qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, lens_ptr, last_seen_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
     num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    OF_KV_HEAD: tl.constexpr, NUM_BEFORE: tl.constexpr, SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    SHARING: tl.constexpr, NUM_BEFORE: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     RANGE: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
@@ -233,10 +233,11 @@ def attend(
     token in the step less its position, its row in the tables, and its first token's position;
     tables: [rows, table_width]; lens: the same, of each block how many of its positions are tokens,
     or None: all; last_seen: [T], the last position that each token sees, or None: its own; all
-    int32. sinks: [heads] float32, or None. A tile's rows are its queries times the SHARING (a power
-    of two) query heads of a KV head, which OF_KV_HEAD read; NUM_BEFORE of the first one's are not
-    here, and as many of the last one's as NUM_HEADS lacks. Writes out [T, heads * head_dim], or by query and range parts
-    [parts, heads, max_ranges, head_dim] and stats [parts, heads, max_ranges, 2] of largest score and
+    int32. sinks: [heads] float32, or None. SHARING query heads read each KV head; the first NUM_BEFORE
+    of those of the first are elsewhere, and so may be some of the last one's. A tile's rows are its
+    queries times the PLACES (SHARING up to a power of two) of a KV head's query heads. Writes out
+    [T, heads * head_dim], or by query and range parts [parts, heads, max_ranges, head_dim] and stats
+    [parts, heads, max_ranges, 2] of largest score and
     mass, float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -248,9 +249,9 @@ def attend(
         origin = tl.load(contexts_ptr + 4 * sequence + 1)
         table_at = tl.load(contexts_ptr + 4 * sequence + 2).to(tl.int64) * table_width
         row = tl.arange(0, ROWS)
-        query, of_group = row // SHARING, row % SHARING
-        head = kv_head * OF_KV_HEAD - NUM_BEFORE + of_group
-        is_row = (query < num_queries) & (of_group < OF_KV_HEAD) & (head >= 0) & (head < NUM_HEADS)
+        query, of_group = row // PLACES, row % PLACES
+        head = kv_head * SHARING - NUM_BEFORE + of_group
+        is_row = (query < num_queries) & (of_group < SHARING) & (head >= 0) & (head < NUM_HEADS)
         token = first_token.to(tl.int64) + query
         positions = tl.where(is_row, first_token - origin + query, -1)
         lasts = positions
@@ -291,26 +292,26 @@ def attend(
 @triton.jit(do_not_specialize=["num_parts", "max_ranges"], do_not_specialize_on_alignment=["merged_ptr"])
 def merge_ranges(
     merged_ptr, parts_ptr, stats_ptr, sinks_ptr, out_ptr, num_parts, max_ranges, window,
-    NUM_HEADS: tl.constexpr, OF_KV_HEAD: tl.constexpr, NUM_BEFORE: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, SHARING: tl.constexpr, NUM_BEFORE: tl.constexpr, HEAD_DIM: tl.constexpr, PLACES: tl.constexpr, DIM: tl.constexpr,
     RANGE: tl.constexpr,
 ):  # fmt: skip
     """Merge what `attend` wrote by range, in order: a program a query and KV head.
 
     merged: [2, num_parts] int32: each query's token in the step, and how many tokens of its
-    sequence are up to it (0: padding); sinks, OF_KV_HEAD, NUM_BEFORE: as in `attend`.
+    sequence are up to it (0: padding); sinks, SHARING, NUM_BEFORE, PLACES: as in `attend`.
     """
     query, kv_head = tl.program_id(0), tl.program_id(1)
     end = tl.load(merged_ptr + num_parts + query)
     if end > 0:
         token = tl.load(merged_ptr + query).to(tl.int64)
-        of_group = tl.arange(0, SHARING)
-        head = kv_head * OF_KV_HEAD - NUM_BEFORE + of_group
-        is_row = (of_group < OF_KV_HEAD) & (head >= 0) & (head < NUM_HEADS)
+        of_group = tl.arange(0, PLACES)
+        head = kv_head * SHARING - NUM_BEFORE + of_group
+        is_row = (of_group < SHARING) & (head >= 0) & (head < NUM_HEADS)
         at = tl.arange(0, DIM)
         is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
-        largest = tl.full([SHARING], float("-inf"), tl.float32)
-        mass = tl.zeros([SHARING], tl.float32)
-        total = tl.zeros([SHARING, DIM], tl.float32)
+        largest = tl.full([PLACES], float("-inf"), tl.float32)
+        mass = tl.zeros([PLACES], tl.float32)
+        total = tl.zeros([PLACES, DIM], tl.float32)
         for number in range(range_of(tl.maximum(end - window, 0), RANGE), range_of(end - 1, RANGE) + 1):
             part = (query.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
             range_largest = tl.load(stats_ptr + 2 * part, mask=is_row, other=float("-inf"))
