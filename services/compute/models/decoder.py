@@ -17,7 +17,6 @@ from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, rms_norm
-from services.compute.cache.kv_cache import CacheShape
 from services.compute.models.config import ModelConfig
 from services.compute.parallel.ranks import Cut
 from services.compute.parallel.sharded import Receiver, Sender
@@ -105,8 +104,8 @@ class Decoder:
         return self.attention.finds_slots
 
     @property
-    def cache_of_all_ranks(self) -> CacheShape:
-        """The KV cache that they have together: a KV head may be on several."""
+    def cache_of_all_ranks(self) -> ModelConfig:
+        """The configuration of the KV cache that they have together: a KV head may be on several."""
         return self.whole if self.cut is None else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
 
     def tap(self, layers: tuple[int, ...]) -> None:
