@@ -135,7 +135,7 @@ def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> No
     for is_gated, parts in itertools.product((True, False), (None, Parts(512, 1 << 20), Parts(512, 0))):
         layer = backend.make_linear(matrix, quantization=quantization, is_gated=is_gated)
         layer.parts = parts if backend.dtype != torch.float32 else None
-        for rows in (1, 64, 512):
+        for rows in (1, 64, 512, 513):
             x = torch.zeros(rows, 4096, dtype=backend.dtype)
             layer(x, norm=x[0].contiguous(), residual=torch.zeros(rows, layer.num_outputs, dtype=backend.dtype) if layer.activation is None else None)
     layer.logits(x)

@@ -226,7 +226,8 @@ class CudaAttention:
                     num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
                     **shape, NUM_HEADS=heads.num_heads, SHARING=heads.sharing, NUM_BEFORE=heads.num_before, PLACES=self.places,
                     ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
-                    IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,
+                    IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=1 if shape["GROUP"] else 2,
+                    enable_fp_fusion=False,
                 )  # fmt: skip
         if plan.num_split:
             num_parts = plan.merged.shape[1]

@@ -19,11 +19,11 @@ from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_F
 from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
 from services.compute.backends.cuda.kernels import blocks as kernels
-from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, divide, is_readable
+from services.compute.backends.cuda.linear import FEW_ROWS, SOME_ROWS, CudaLinear, divide, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.backends.matrix import Dense, Float8, Grouped, Joined, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
@@ -34,6 +34,8 @@ from shared.process.errors import StartupError
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
 HALVES = (torch.bfloat16, torch.float16)  # dtypes of what meets quantized weights
 KINDS = 2  # of recordings of a size: with blocks that are tokens in part, and without
+RECORDED = 6  # recordings that are made and dropped, after the first, to see what one takes
+DRIVER_CHUNK = 2 << 20  # bytes that the driver takes at least
 WORD, COPIED_AT_ONCE = 8, 1024  # bytes; and words of a program
 LISTED = 64  # candidates of a row that most steps ask for
 
@@ -84,7 +86,10 @@ class CudaBackend:
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
         whole_n = matrix.shape[0] if whole_n is None else whole_n
         # in float32, operations after the sums may be fused in one kernel and not in another
-        parts = None if self.dtype == torch.float32 else divide(whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors)
+        parts = None
+        if self.dtype != torch.float32:
+            has_groups = isinstance(matrix, (Grouped, Int4Columns))
+            parts = divide(whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors, has_groups=has_groups)
         return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from, parts=parts)
 
     def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
@@ -157,8 +162,9 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _recording_bytes(self, step: LargestStep, free_bytes: Callable[[], int]) -> int:
-        """Bytes of the recordings of all sizes, by two that are made and dropped: all share the
-        memory in which the largest works, and the driver keeps something of each."""
+        """Bytes of the recordings of all sizes, by some that are made and dropped: all share the
+        memory in which the largest works, and the driver keeps something of each. It takes memory
+        chunk by chunk, so a few recordings may show none."""
         assert isinstance(step.attention, CudaAttention)
         heads, sizes = step.attention.heads, recorded_sizes(step.num_logits)
         kv = self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
@@ -172,10 +178,11 @@ class CudaBackend:
 
         make(sizes[0])()  # compiles what is missing
         free = [free_bytes()]
-        for size in sizes[:2]:
+        for size in (sizes[0], *sizes[:RECORDED]):
             held.append(record(make(size)))
             free.append(free_bytes())
-        return free[0] - free[1] + (KINDS * len(sizes) - 1) * (free[1] - free[2])
+        later = free[1] - free[-1] + DRIVER_CHUNK
+        return free[0] - free[1] + -(-(KINDS * len(sizes) - 1) * later // (len(held) - 1))
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:
@@ -187,12 +194,14 @@ class CudaBackend:
             shapes[linear.form, linear.num_outputs, linear.k, linear.activation] = linear
         # of a mixture each token goes to several experts
         hidden, mlps = step.hidden_size, {tuple(mlp.linears): mlp for mlp in step.mlps}
-        for num_tokens in (step.num_tokens, 1):
+        # those with which tiles change; the steps in between are the recordings' and the warm-up's
+        some = {min(count, step.num_tokens) for count in (step.num_tokens, SOME_ROWS + 1, SOME_ROWS, 1)}
+        for num_tokens in some:
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
                 linear(x, norm=torch.ones_like(x[0]), eps=1e-6)
         # an expert's tile follows from the tokens that it gets in the mean: fourfold steps meet each
-        for num_tokens in (step.num_tokens, *(4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens)):
+        for num_tokens in some | {4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens}:
             for mlp in mlps.values():
                 x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)

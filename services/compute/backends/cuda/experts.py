@@ -45,7 +45,8 @@ class Stacked:
 
     def tile(self, num_rows: int) -> Tile:
         """num_rows: of an expert, in the mean. The bits are the same with any."""
-        return choose_tile(self.layer.form, num_rows, self.layer.group, is_wide=self.layer.weight.dtype == torch.float32)
+        layer = self.layer
+        return choose_tile(layer.form, num_rows, layer.group, is_gated=layer.activation is not None, is_wide=layer.weight.dtype == torch.float32)
 
     def multiply(self, rows: Tensor | QuantizedRows, groups: PairGroups, tile: Tile, pairs_per_row: int) -> Tensor:
         """rows: of the layers' `prepare`; groups: of tile.rows. Returns [pairs, num_outputs]; what is of no

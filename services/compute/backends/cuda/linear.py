@@ -13,12 +13,13 @@ from services.compute.backends.cuda.row_math import QuantizedRows, prepare, quan
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
 
 GROUPS = (32, 64, 128)
-FEW_ROWS = 64
+FEW_ROWS, SOME_ROWS = 64, 512
 FLOAT8_DEPTH = 128  # inputs that tensor cores may add up in fewer bits than float32 has
 VENDOR_UNIT = {torch.int8: 8, torch.float8_e4m3fn: 16}  # inputs and outputs come in multiples of it
 FINISHED_ROWS, FINISHED_COLUMNS = 4, 512  # of a program
 NARROW = 32  # columns of a tile of few rows
 LEAST_SPAN, MOST_PARTS = 512, 8
+PROGRAMS = 8  # of a multiprocessor, to which the sums of groups are divided: each waits for its group's products
 SPAN_UNIT = 256  # a multiple of all tiles' depths
 
 
@@ -47,35 +48,49 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a narrow layer's sums are divided: over each `span` inputs, and then over these parts."""
+    """How a layer's sums are divided: over each `span` inputs, and then over these parts."""
 
     span: int
     enough_tiles: int  # of which there is work for all of the device: then one program has all parts
 
 
-def divide(n: int, k: int, multiprocessors: int) -> Parts | None:
-    """The parts of a layer [n, k] that has tiles of outputs for less than half of a device; None: it has
-    enough, or its inputs are few. It depends on nothing else: the parts decide bits."""
-    num_tiles = triton.cdiv(n, NARROW)
-    num_parts = min(multiprocessors // num_tiles, k // LEAST_SPAN, MOST_PARTS)
+def divide(n: int, k: int, multiprocessors: int, *, has_groups: bool) -> Parts | None:
+    """The parts of a layer [n, k] that has tiles of outputs for less than half of a device's programs; None:
+    it has enough, or its inputs are few. It depends on nothing else: the parts decide bits. has_groups: of
+    int8 or 4-bit codes, whose programs run PROGRAMS together."""
+    num_tiles, num_programs = triton.cdiv(n, NARROW), multiprocessors * (PROGRAMS if has_groups else 1)
+    num_parts = min(num_programs // num_tiles, k // LEAST_SPAN, MOST_PARTS)
     if num_parts < 2:
         return None
-    return Parts(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, multiprocessors // 2)
+    return Parts(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, num_programs // 2)
 
 
-def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
-    """docs/understand/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all
-    rows run through the same instructions in the same order; with int8 any tile gives the same
-    bits. is_wide: weights in float32, which take twice the room of others."""
+def choose_tile(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wide: bool) -> Tile:
+    """The fastest that were measured on an H200; docs/understand/gpu.md says how fast. Dense and FP8 tiles
+    have 64 rows or more and one depth, so that all rows run through the same instructions in the same
+    order; with int8 any tile gives the same bits. None takes more than 96 KB of a multiprocessor's
+    memory. is_gated: two products, one after the other; is_wide: weights in float32, which take twice the
+    room of others."""
+    if num_rows <= FEW_ROWS:
+        return _tile_of_few(form, num_rows, group, is_gated=is_gated, is_wide=is_wide)
+    is_some = num_rows <= SOME_ROWS
     if form == Form.DENSE:
-        depth = 32 if is_wide else 64
-        return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, 64, depth, 8, 3)
+        return Tile(128, 64, 32, 8, 3) if is_wide else Tile(64, 128, 64, 4, 4) if is_some else Tile(128, 128, 64, 8, 3)
     if form == Form.COLUMNS:
-        return Tile(16, 32, 256, 4, 4) if num_rows <= 16 else Tile(64, 32, 128, 4, 4) if num_rows <= FEW_ROWS else Tile(128, 64, 128, 8, 3)
+        return Tile(64, 128, 128, 4, 4) if is_some else Tile(128, 128, 128, 4, 3)
     if form >= Form.FLOAT8:
-        columns, depth = (64, group) if form == Form.FLOAT8_BLOCKS else (128, FLOAT8_DEPTH)
-        return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, columns, depth, 8, 3)
-    return Tile(16, 32, group, 4, 4) if num_rows <= 16 else Tile(64, 32, group, 4, 3) if num_rows <= FEW_ROWS else Tile(128, 64, group, 8, 3)
+        return Tile(64, 128, FLOAT8_DEPTH, 4, 4) if form == Form.FLOAT8 else Tile(128, 64, group, 8, 3)
+    return Tile(64, 128, group, 4, 3)
+
+
+def _tile_of_few(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wide: bool) -> Tile:
+    if form == Form.DENSE:
+        return Tile(64, 32, 32, 4, 6) if is_wide else Tile(64, 64, 64, 4, 5) if is_gated else Tile(64, 32, 64, 4, 8)
+    if form >= Form.FLOAT8:
+        return Tile(64, 32, group if form == Form.FLOAT8_BLOCKS else FLOAT8_DEPTH, 4, 4 if is_gated else 6)
+    if form == Form.COLUMNS:
+        return Tile(16, 32, 256, 4, 4) if num_rows <= 16 else Tile(64, 32, 128, 4, 4 if is_gated else 6)
+    return Tile(16, 32, group, 4, 4) if num_rows <= 16 else Tile(64, 32, group, 4, 3)
 
 
 def is_readable(matrix: OneForm) -> bool:
@@ -167,7 +182,7 @@ class CudaLinear:
         out = torch.empty((num_rows, n), dtype=dtype, device=self.weight.device)
         if num_rows == 0:
             return out
-        tile = choose_tile(self.form, num_rows, self.group, is_wide=self.weight.dtype == torch.float32)
+        tile = choose_tile(self.form, num_rows, self.group, is_gated=self.activation is not None, is_wide=self.weight.dtype == torch.float32)
         num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
         if self.parts is not None and num_tiles <= self.parts.enough_tiles:
             return self.multiply_parts(inputs, residual, out, tile, self.parts.span)
