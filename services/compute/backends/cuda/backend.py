@@ -177,6 +177,7 @@ class CudaBackend:
             return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
 
         make(sizes[0])()  # compiles what is missing
+        torch.cuda.empty_cache()  # a recording begins so: what that gives back is not the recording's
         free = [free_bytes()]
         for size in (sizes[0], *sizes[:RECORDED]):
             held.append(record(make(size)))
