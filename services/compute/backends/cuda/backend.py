@@ -196,13 +196,14 @@ class CudaBackend:
         # of a mixture each token goes to several experts
         hidden, mlps = step.hidden_size, {tuple(mlp.linears): mlp for mlp in step.mlps}
         # those with which tiles change; the steps in between are the recordings' and the warm-up's
-        some = {min(count, step.num_tokens) for count in (step.num_tokens, SOME_ROWS + 1, SOME_ROWS, 1)}
-        for num_tokens in some:
+        counts = {min(count, step.num_tokens) for count in (step.num_tokens, SOME_ROWS + 1, SOME_ROWS, 1)}
+        for num_tokens in sorted(counts, reverse=True):
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
                 linear(x, norm=torch.ones_like(x[0]), eps=1e-6)
         # an expert's tile follows from the tokens that it gets in the mean: fourfold steps meet each
-        for num_tokens in some | {4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens}:
+        counts |= {4**power for power in range(step.num_tokens.bit_length() // 2, -1, -1) if 4**power < step.num_tokens}
+        for num_tokens in sorted(counts, reverse=True):
             for mlp in mlps.values():
                 x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)
