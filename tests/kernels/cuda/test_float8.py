@@ -66,7 +66,7 @@ def test_many_rows_with_all_that_the_epilogue_adds(form: str) -> None:
 def test_each_block_has_its_scale_and_its_sum_is_added_in_float32() -> None:
     """Scales that differ by 2^20, the small ones last: all of them count."""
     matrix = Float8(torch.ones(16, 384).to(E4M3), torch.tensor([[1.0, 2.0**-20, 2.0**-20]]), 128, 16)
-    layer = CudaLinear(matrix, None, torch.float32, is_gated=False, activation="silu")
+    layer = CudaLinear(matrix, None, torch.float32, is_gated=False, activation="silu", is_hopper=True)
     assert torch.equal(layer(torch.full((2, 384), 448.0)), torch.full((2, 16), 448 * (128 + 256 * 2.0**-20)))
 
 

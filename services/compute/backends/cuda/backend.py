@@ -31,6 +31,7 @@ from services.compute.parallel.ranks import Cut
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
+HOPPER = 9  # compute capability, before the point
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
 HALVES = (torch.bfloat16, torch.float16)  # dtypes of what meets quantized weights
 KINDS = 2  # of recordings of a size: with blocks that are tokens in part, and without
@@ -90,7 +91,8 @@ class CudaBackend:
         if self.dtype != torch.float32:
             has_groups = isinstance(matrix, (Grouped, Int4Columns))
             parts = divide(whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors, has_groups=has_groups)
-        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from, parts=parts)
+        is_hopper = self.capability[0] == HOPPER
+        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from, parts=parts, is_hopper=is_hopper)
 
     def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from services.compute.backends.cuda.kernels import experts as kernels
-from services.compute.backends.cuda.linear import CudaLinear, Form, Tile, choose_tile
+from services.compute.backends.cuda.linear import CudaLinear, Form, Tile
 from services.compute.backends.cuda.row_math import QuantizedRows
 
 AT_ONCE = 1024  # pairs that a program reads at a time
@@ -45,8 +45,7 @@ class Stacked:
 
     def tile(self, num_rows: int) -> Tile:
         """num_rows: of an expert, in the mean. The bits are the same with any."""
-        layer = self.layer
-        return choose_tile(layer.form, num_rows, layer.group, is_gated=layer.activation is not None, is_wide=layer.weight.dtype == torch.float32)
+        return self.layer.tile(num_rows)
 
     def multiply(self, rows: Tensor | QuantizedRows, groups: PairGroups, tile: Tile, pairs_per_row: int) -> Tensor:
         """rows: of the layers' `prepare`; groups: of tile.rows. Returns [pairs, num_outputs]; what is of no

@@ -65,17 +65,21 @@ def divide(n: int, k: int, multiprocessors: int, *, has_groups: bool) -> Parts |
     return Parts(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, num_programs // 2)
 
 
-def choose_tile(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wide: bool) -> Tile:
+def choose_tile(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wide: bool, is_hopper: bool) -> Tile:
     """The fastest that were measured on an H200; docs/understand/gpu.md says how fast. Dense and FP8 tiles
     have 64 rows or more and one depth, so that all rows run through the same instructions in the same
     order; with int8 any tile gives the same bits. None takes more than 96 KB of a multiprocessor's
     memory. is_gated: two products, one after the other; is_wide: weights in float32, which take twice the
-    room of others."""
+    room of others; is_hopper: its tensor cores read from shared memory, and leave registers for larger
+    tiles, which others would spill."""
     if num_rows <= FEW_ROWS:
         return _tile_of_few(form, num_rows, group, is_gated=is_gated, is_wide=is_wide)
+    if not is_hopper or is_wide:
+        depth = {Form.DENSE: 32 if is_wide else 64, Form.COLUMNS: 128, Form.FLOAT8: FLOAT8_DEPTH}.get(form, group)
+        return Tile(128, 128 if form == Form.FLOAT8 else 64, depth, 8, 3)
     is_some = num_rows <= SOME_ROWS
     if form == Form.DENSE:
-        return Tile(128, 64, 32, 8, 3) if is_wide else Tile(64, 128, 64, 4, 4) if is_some else Tile(128, 128, 64, 8, 3)
+        return Tile(64, 128, 64, 4, 4) if is_some else Tile(128, 128, 64, 8, 3)
     if form == Form.COLUMNS:
         return Tile(64, 128, 128, 4, 4) if is_some else Tile(128, 128, 128, 4, 3)
     if form >= Form.FLOAT8:
@@ -112,15 +116,17 @@ class CudaLinear:
 
     def __init__(
         self, matrix: OneForm, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None,
-        parts: Parts | None = None,
+        parts: Parts | None = None, is_hopper: bool,
     ) -> None:  # fmt: skip
         """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
-        rows from which on the vendor's product is used, if any; parts: of the whole layer's sums."""
+        rows from which on the vendor's product is used, if any; parts: of the whole layer's sums; is_hopper:
+        the device."""
         matrix = matrix.grouped() if isinstance(matrix, Int4Columns) else matrix
         n, self.k = matrix.shape
         self.num_outputs = n // 2 if is_gated else n
         self.dtype = dtype
         self.parts = parts
+        self.is_hopper = is_hopper
         self.bias = bias
         self.activation = activation if is_gated else None
         self.scales: Tensor | None = None
@@ -182,7 +188,7 @@ class CudaLinear:
         out = torch.empty((num_rows, n), dtype=dtype, device=self.weight.device)
         if num_rows == 0:
             return out
-        tile = choose_tile(self.form, num_rows, self.group, is_gated=self.activation is not None, is_wide=self.weight.dtype == torch.float32)
+        tile = self.tile(num_rows)
         num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
         if self.parts is not None and num_tiles <= self.parts.enough_tiles:
             return self.multiply_parts(inputs, residual, out, tile, self.parts.span)
@@ -196,6 +202,10 @@ class CudaLinear:
             enable_fp_fusion=self.weight.dtype == torch.float32,
         )  # fmt: skip
         return out
+
+    def tile(self, num_rows: int) -> Tile:
+        is_gated, is_wide = self.activation is not None, self.weight.dtype == torch.float32
+        return choose_tile(self.form, num_rows, self.group, is_gated=is_gated, is_wide=is_wide, is_hopper=self.is_hopper)
 
     def multiply_parts(
         self, inputs: tuple[Tensor, Tensor | None, Tensor | None], residual: Tensor | None, out: Tensor, tile: Tile, span: int
