@@ -21,7 +21,7 @@ DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
 
 def problems() -> list[Problem]:
     whole = yaml.safe_load(COMPOSE.read_text())
-    return [*of_observability(whole["services"]), *of_triton(whole), *of_group(whole["services"])]
+    return [*of_observability(whole["services"]), *of_triton(whole), *of_cache(whole["services"]), *of_group(whole["services"])]
 
 
 def of_observability(services: dict[str, Any]) -> list[Problem]:
@@ -51,6 +51,14 @@ def of_triton(whole: dict[str, Any]) -> list[Problem]:
     if f"--owner=penstock --group=penstock /files {place} " not in DOCKERFILE.read_text():
         found.append(Problem(DOCKERFILE, line_of(DOCKERFILE, "--owner=penstock"), f"the image makes no {place} that penstock owns"))
     return found
+
+
+def of_cache(services: dict[str, Any]) -> list[Problem]:
+    """What is unpacked from GGUF files is written into a tmpfs of each stage."""
+    place = re.search(r"^ENV XDG_CACHE_HOME=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    stages = {name: service for name, service in services.items() if str(service.get("image", "")).startswith("penstock-")}
+    lacking = [name for name, service in stages.items() if place is None or not any(place[1].startswith(f"{each}/") for each in service["tmpfs"])]
+    return [Problem(DOCKERFILE, line_of(DOCKERFILE, "XDG_CACHE_HOME"), f"{', '.join(lacking)}: no place for a GGUF file's tokenizer")] if lacking else []
 
 
 def of_group(services: dict[str, Any]) -> list[Problem]:
