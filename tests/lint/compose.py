@@ -54,7 +54,7 @@ def of_triton(whole: dict[str, Any]) -> list[Problem]:
 
 
 def of_cache(services: dict[str, Any]) -> list[Problem]:
-    """What is unpacked from GGUF files is written into a tmpfs of each stage."""
+    """A tmpfs of each stage takes what is unpacked from GGUF files."""
     place = re.search(r"^ENV XDG_CACHE_HOME=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
     stages = {name: service for name, service in services.items() if str(service.get("image", "")).startswith("penstock-")}
     lacking = [name for name, service in stages.items() if place is None or not any(place[1].startswith(f"{each}/") for each in service["tmpfs"])]
