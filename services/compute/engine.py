@@ -165,6 +165,11 @@ class LoadedModels:
     limits: StepLimits
     limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
 
+    def describe(self, settings: ComputeSettings, fingerprint: str) -> Loaded:
+        """The facts that the ranks compare. fingerprint: of the model. Raises StartupError."""
+        taps = self.model.tapped_layers if isinstance(self.model, Decoder) and self.model.stage is not None else ()
+        return Loaded(with_drafts(fingerprint, settings, self.speculators), self.backend.arithmetic, taps)
+
 
 def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Member | None) -> LoadedModels:
     """Open the backend, and load the models. Raises StartupError."""
@@ -199,7 +204,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     found = fingerprint(settings, files, model.backend)
     if group is not None:
-        group.identify(Loaded(with_drafts(found.name, settings, speculators), backend.arithmetic))
+        group.identify(loaded.describe(settings, found.name))
     size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})

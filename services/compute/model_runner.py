@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import Backend, RowSearch, Workspace
-from services.compute.backends.buffers import Taps, to_device
+from services.compute.backends.buffers import to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
 from services.compute.executor import DrawnTokens
-from services.compute.models.decoder import ForwardBatch, Overlay
+from services.compute.models.decoder import Decoder, ForwardBatch, Overlay
 from services.compute.sequence import PENDING, RowKey
 
 
@@ -64,11 +64,6 @@ class Model(Protocol):
     def longest_text(self) -> int | None:
         """The longest text in tokens, where the model itself bounds it otherwise than config.json
         says."""
-        ...
-
-    @property
-    def taps(self) -> Taps | None:
-        """The copies of what flows between the layers, if any are taken."""
         ...
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
@@ -152,11 +147,11 @@ class ModelRunner:
         """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
         return self.model.states(hidden, self._wanted(_wanted_rows(batch, keys)))
 
-    def tapped_states(self, batch: ScheduledBatch, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
+    def tapped_states(self, batch: ScheduledBatch, hidden: Any, rows: Sequence[int]) -> torch.Tensor:
         """The inputs of the model's tapped layers, for some of the batch's tokens:
-        [rows, layers * hidden], a copy. Of the last step: `hidden` says which."""
-        assert self.model.taps is not None
-        return self.model.taps.take(batch.num_tokens)[to_device(np.array(rows, np.int64), self.buffers.device)]
+        [rows, layers * hidden], a copy. Of the last step; with stages, of the one that `hidden` is of."""
+        assert isinstance(self.model, Decoder)
+        return self.model.tapped_states(hidden, batch.num_tokens)[to_device(np.array(rows, np.int64), self.buffers.device)]
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The last hidden states of the rows' pooled tokens, in their order, [R, hidden]

@@ -1,7 +1,7 @@
 """Place: a process' place among those that are one replica, and what it loads there."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,18 @@ class Place:
         """Whether it is rank 0, or there is no other."""
         return self.is_alone or self.tell is not None
 
-    def layers_of(self, config: ModelConfig) -> range:
-        """The layers that are here. Stages are to take as long as each other, and in a step of a few
-        tokens a layer takes as long as its weights are many. Raises StartupError for fewer layers than
-        stages."""
+    def stage_of(self, config: ModelConfig) -> Stage | None:
+        """The stage, with a model's layers. Stages are to take as long as each other, and in a step of a
+        few tokens a layer takes as long as its weights are many. Raises StartupError for fewer layers
+        than stages."""
         if self.stage is None:
-            return range(config.num_layers)
-        check_stages(self.stage.count, config.num_layers)
+            return None
+        count = self.stage.count
+        check_stages(count, config.num_layers)
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
-        return layers_of_stage(self.stage.number, self.stage.count, config.num_layers, config.vocab_size / (attention + mlp))
+        head = config.vocab_size / (attention + mlp)
+        return replace(self.stage, layers=tuple(layers_of_stage(number, count, config.num_layers, head) for number in range(count)))
 
 
 ALONE = Place()
@@ -93,7 +95,7 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
     if count > 1:
         assert world is not None
         if end.rank % size == 0:
-            pipe = Pipe(world, (end.rank - size) % (size * count), (end.rank + size) % (size * count), backend.device)
+            pipe = Pipe(world, range(0, size * count, size), backend.device)
         stage = Stage(number, count, pipe)
     return Place(ranks, stage, end.send if isinstance(end, Group) else None)
 
@@ -151,15 +153,16 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
     if place.shards is not None:
         return load_sharded(place.shards, location, config, backend, **packing)
-    numbers, share = place.layers_of(config), WHOLE if place.ranks is None else place.ranks.share
-    has_head = place.stage is None or place.stage.is_first
+    stage, share = place.stage_of(config), WHOLE if place.ranks is None else place.ranks.share
+    numbers = range(config.num_layers) if stage is None else stage.layers[stage.number]
+    has_head = stage is None or stage.is_first
     portion = Portion(share, numbers, has_embedding=place.is_first, has_head=has_head)
     parts = load_parts(location, config, backend, portion, **packing)
     own = config_of_rank(config, share, numbers)
     if place.ranks is None:
         layers = [whole_layer(each, own, backend) for each in parts.layers]
         weights = ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, parts.lm_head or ELSEWHERE)
-        return Decoder(own, weights, backend, None, place.stage, config)
+        return Decoder(own, weights, backend, None, stage, config)
 
     def announce(num_rows: int, is_normed: bool) -> None:
         assert place.tell is not None
@@ -167,7 +170,7 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
 
     cut = cut_of(config, place.ranks)
     weights = weights_of_rank(parts, config, backend, cut, announce if has_head else None)
-    return Decoder(own, weights, backend, cut, place.stage, config)
+    return Decoder(own, weights, backend, cut, stage, config)
 
 
 def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:

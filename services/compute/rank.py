@@ -5,12 +5,12 @@ import torch
 
 from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.engine import cached_models, does_not_fit, load_models, reserve, size_cache
-from services.compute.fingerprint import fingerprint, with_drafts
-from services.compute.group.commands import Loaded
+from services.compute.fingerprint import fingerprint
 from services.compute.group.ends import Member
 from services.compute.model_runner import ModelRunner
 from services.compute.place import carry_out, make_runner
 from services.compute.speculation.draft_models import make_draft_runner
+from services.compute.speculation.heads import tap_stage
 from services.compute.timing import choose_step_timeout
 from shared.model.files import ModelFiles
 from shared.process.errors import StartupError
@@ -31,9 +31,9 @@ def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -
     """This rank's part of the model, and of those that draft for it, by number."""
     loaded = load_models(settings, files, member)
     model, backend = loaded.model, loaded.backend
+    tap_stage(settings, loaded.speculators, model)
     workspace_bytes = reserve(settings, loaded)
-    name = with_drafts(fingerprint(settings, files, backend).name, settings, loaded.speculators)
-    member.identify(Loaded(name, backend.arithmetic))
+    member.identify(loaded.describe(settings, fingerprint(settings, files, backend).name))
     size = size_cache(settings, cached_models(loaded, member), loaded.limit, backend, workspace_bytes, member)
     cache = KVCache(model.config, backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     target = make_runner(loaded.place, 0, model, cache, backend.row_search)

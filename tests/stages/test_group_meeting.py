@@ -192,7 +192,7 @@ def test_more_stages_than_layers_are_refused_in_one_line() -> None:
     config = read_config(open_model("demo").config, 64)
     place = Place(stage=Stage(0, config.num_layers + 1, None))
     with pytest.raises(StartupError, match=rf"--pipeline-parallel-size {config.num_layers + 1}: the model has {config.num_layers} layers"):
-        place.layers_of(config)
+        place.stage_of(config)
 
 
 def drafted_by(folder: Path) -> ComputeSettings:

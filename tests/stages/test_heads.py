@@ -88,17 +88,18 @@ def eagle(line: LineOfStages, folder: Path) -> Noting:
     return Noting(loaded.head, cache, executor, executor.row_search)
 
 
-def write_linear_head(folder: Path, weight: Tensor, norm: Tensor) -> Path:
-    """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to the state, which is what the last layer makes."""
+def write_linear_head(folder: Path, weight: Tensor, norm: Tensor, taps: tuple[int, ...] = (FILES.config["num_hidden_layers"],)) -> Path:
+    """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to the state, which is the first tap's: what the last
+    layer makes, if nothing else is said."""
     layer = {"self_attn.v_proj": weight, "self_attn.o_proj": torch.eye(HIDDEN)} | {f"self_attn.{name}_proj": torch.zeros(HIDDEN, 2 * HIDDEN) for name in "qk"}
     layer |= {f"mlp.{name}_proj": torch.zeros(32, HIDDEN) for name in ("gate", "up")} | {"mlp.down_proj": torch.zeros(HIDDEN, 32)}
     layer |= {name: torch.ones(HIDDEN) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    tensors = {f"midlayer.{name}.weight": each for name, each in layer.items()} | {"fc.weight": torch.eye(HIDDEN), "norm.weight": norm}
+    tensors = {f"midlayer.{name}.weight": each for name, each in layer.items()} | {"fc.weight": torch.eye(HIDDEN, len(taps) * HIDDEN), "norm.weight": norm}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     sizes = {name: FILES.config[name] for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings", "rms_norm_eps")}
     window = {"use_sliding_window": True, "sliding_window": 1}
-    config = sizes | window | {"intermediate_size": 32, "eagle_aux_hidden_state_layer_ids": [FILES.config["num_hidden_layers"]]}
+    config = sizes | window | {"intermediate_size": 32, "eagle_aux_hidden_state_layer_ids": list(taps)}
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle3"]}))
     return folder
 

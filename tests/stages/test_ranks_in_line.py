@@ -16,8 +16,11 @@ import torch.distributed
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from services.compute.batch import ScheduledBatch
 from services.compute.engine import Engine, build_engine
+from services.compute.executor import DrawnTokens
 from services.compute.group.launch import open_group
+from services.compute.model_runner import ModelRunner
 from services.operator.model_store import DEFAULT_MODEL
 from shared.model.files import PULLED_MODELS, ModelFiles, open_model
 from shared.process.settings import ComputeSettings, environment_of
@@ -116,19 +119,56 @@ def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkey
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 3), (2, 2)], ids=lambda sizes: f"{sizes[0]} ranks, {sizes[1]} stages")
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_ranks_whose_head_is_shared_with_heads_that_draft(redis_url: str, expected: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    """Heads without an LM head use the model's, of which each rank has a part."""
+def test_ranks_whose_head_is_shared_with_heads_that_draft(
+    redis_url: str, expected: dict[str, Any], kind: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:  # fmt: skip
+    """Heads without an LM head use the model's, of which each rank has a part; and an EAGLE head reads
+    the states of all stages."""
     folder = tmp_path / "heads"
     if kind == "eagle":
         write_linear_head(folder, torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN))
     else:
         folder.mkdir()
-        sizes = {"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
-        save_file({f"blocks.0.layers.0.{part}": torch.randn(size) for part, size in sizes.items()}, folder / "model.safetensors")
-    with grouped_line(redis_url, tensor_parallel_size=2, heads=str(folder), speculate=kind) as line:
+        shapes = {"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
+        save_file({f"blocks.0.layers.0.{part}": torch.randn(shape) for part, shape in shapes.items()}, folder / "model.safetensors")
+    ranks, stages = sizes
+    with grouped_line(redis_url, tensor_parallel_size=ranks, pipeline_parallel_size=stages, heads=str(folder), speculate=kind) as line:
         assert answers(line) == expected
         assert line.compute.speculation.total.num_draft_tokens > 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("sizes", "taps"), [((1, 2), (3, 0, 2)), ((1, 3), (4, 1, 2)), ((2, 2), (0, 1, 4))], ids=str)
+def test_what_an_eagle_head_reads_in_stages(sizes: tuple[int, int], taps: tuple[int, ...], tmp_path: Path) -> None:
+    """Bit by bit what it reads of one process, in the order of its taps, each step's when it is asked for."""
+    folder, (ranks, stages) = write_linear_head(tmp_path / "head", torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN), taps), sizes
+    alone = OfflineEngine(FILES, dtype=torch.bfloat16, max_batched_tokens=16)
+    alone.runner.model.tap(taps)
+    noted: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, runner: ModelRunner) -> None:
+        run, found = runner.run, noted.setdefault(name, [])
+
+        def noting(batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
+            hidden = run(batch, drawn)
+            found.append(runner.tapped_states(batch, hidden, range(batch.num_tokens)))
+            return hidden
+
+        runner.run = noting  # type: ignore[method-assign]
+
+    note("alone", alone.runner)
+    prompts = [list(range(5, 45)), [7, 8, 9], [300]]
+    tokens = alone.generate(prompts, 8)
+    with grouped_engine(
+        FILES, model="demo", tensor_parallel_size=ranks, pipeline_parallel_size=stages, kv_cache_memory="16MiB", heads=str(folder), speculate="eagle"
+    ) as engine:  # fmt: skip
+        together = OfflineEngine(alone, dtype=torch.bfloat16, max_batched_tokens=16)
+        together.runner = engine.runner
+        note("together", together.runner)
+        assert together.generate(prompts, 8) == tokens
+    assert len(noted["alone"]) > 7 and all(torch.equal(*each) for each in zip(noted["alone"], noted["together"], strict=True))
 
 
 @pytest.mark.more

@@ -136,8 +136,9 @@ def test_stages_are_cut_as_the_engine_cuts_them(model: ModelShape, pipeline: int
     mixture = None if model.num_experts == 1 else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
     config = SimpleNamespace(**{name: getattr(model, name) for name in CONFIGURED}, moe=mixture)
     for number in range(pipeline):
-        layers = Place(stage=Stage(number, pipeline, None)).layers_of(cast(ModelConfig, config))
-        assert len(layers) == part_of(model, Share(), Share(number, pipeline)).num_layers >= 1
+        stage = Place(stage=Stage(number, pipeline, None)).stage_of(cast(ModelConfig, config))
+        assert stage is not None
+        assert len(stage.layers[number]) == part_of(model, Share(), Share(number, pipeline)).num_layers >= 1
 
 
 def test_the_first_stage_has_fewer_layers() -> None:

@@ -74,10 +74,11 @@ class Close:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A rank has its part of the model. fingerprint: of the contents of the weights; arithmetic: how
-    its processor computes."""
+    its processor computes; taps: the layers of stages that an EAGLE head reads."""
 
     fingerprint: str
     arithmetic: str
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
 from services.compute.parallel.ranks import Cut
 from services.compute.parallel.sharded import Receiver, Sender
-from services.compute.parallel.stage import Stage
+from services.compute.parallel.stage import Returning, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class Decoder:
         )
         # layers whose parts come one after the other are called one by one
         self.stack = None if shards is not None else backend.stack(weights.layers, self.attention, self.wiring, cut)
-        self.taps: Taps | None = None
+        self.taps: Taps | None = None  # of the layers that are here
+        self.tapped_layers: tuple[int, ...] = ()  # of the whole model
 
     @property
     def finds_slots(self) -> bool:
@@ -109,8 +110,22 @@ class Decoder:
         return self.whole if self.cut is None else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """From now on `taps` has what enters these layers, of each step; see Taps."""
-        self.taps = Taps(layers, self.config.hidden_size, self.backend.dtype, self.backend.buffers)
+        """From now on what enters these layers of the whole model is kept, of each step; see Taps.
+        Ranks that don't speak with other stages keep nothing."""
+        self.tapped_layers, own, stage = layers, layers, self.stage
+        if stage is not None:
+            own = tuple(number for each, number in map(stage.place_of, layers) if each == stage.number)
+        if stage is None or stage.pipe is not None:
+            self.taps = Taps(own, self.config.hidden_size, self.backend.dtype, self.backend.buffers)
+
+    def tapped_states(self, hidden: Any, num_tokens: int) -> Tensor:
+        """The inputs of the tapped layers, of a step of so many tokens, [num_tokens, layers * hidden].
+        hidden: what `forward` returned, of the last step; of any, with stages."""
+        if isinstance(hidden, Returning):
+            assert hidden.tapped is not None
+            return hidden.tapped.take()
+        assert self.taps is not None
+        return self.taps.take(num_tokens)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Any:
@@ -118,7 +133,9 @@ class Decoder:
         the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
         x = self.run_layers(self.first_states(batch), plan, kv_layers)
-        return x if self.stage is None else self.stage.pass_on(x, batch.logit_rows)
+        if self.stage is None:
+            return x
+        return self.stage.pass_on(x, batch.logit_rows, None if self.taps is None else self.taps.take(len(x)), self.tapped_layers)
 
     def run_layers(self, x: Tensor, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
         """All layers that are here. x: [T, hidden], as it enters the first."""

@@ -37,7 +37,6 @@ class EncoderModel:
 
     implementation = "transformers (encoder)"
     splits_prompts = takes_segments = False
-    taps = None
     is_row_invariant = finds_slots = False
 
     def __init__(self, model: Any, backend: TorchBackend) -> None:

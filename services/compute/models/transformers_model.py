@@ -60,7 +60,6 @@ class TransformersModel:
     splits_prompts = True
     is_row_invariant = finds_slots = False
     longest_text = None
-    taps = None
 
     def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""

@@ -101,35 +101,41 @@ class DistributedRanks:
 
 
 class Pipe:
-    """A stage's way to the next one, and from the one before it. The last stage's next is the
-    first."""
+    """A stage's way to the others."""
 
-    def __init__(self, group: dist.ProcessGroup, before: int, after: int, device: torch.device) -> None:
-        """group: of all ranks; before, after: whom it hears and tells."""
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+        """group: of all ranks; ranks: of them, the one of each stage that has a Pipe."""
         self.group = group
-        self.before = before
-        self.after = after
+        self.ranks = ranks
         self.device = device
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        # gloo's connection stands still for ever once a tensor that it receives into is gone. At most as
+        # many steps are under way as there are stages, with a tensor of each
+        self._expected: deque[Arriving] = deque()
+        self._most_expected = len(ranks) ** 2
 
-    def send(self, x: Tensor) -> None:
-        """Send it on its way; nobody waits."""
+    def send(self, x: Tensor, stage: int) -> None:
+        """Send it on its way to a stage; nobody waits."""
         held = x.clone()
         if held.numel():
-            self._sent.append((dist.isend(as_bytes(held), self.after, group=self.group), held))
+            self._sent.append((dist.isend(as_bytes(held), self.ranks[stage], group=self.group), held))
         while len(self._sent) > MOST_SENT:
             wait(self._sent.popleft()[0])
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> "Arriving":
-        """The next tensor that comes."""
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> "Arriving":
+        """The next tensor that comes from a stage. It comes, even if nobody waits for it."""
         x = torch.empty(shape, dtype=dtype, device=self.device)
-        return Arriving(x, dist.irecv(as_bytes(x), self.before, group=self.group) if x.numel() else None)
+        arriving = Arriving(x, dist.irecv(as_bytes(x), self.ranks[stage], group=self.group) if x.numel() else None)
+        self._expected.append(arriving)
+        while len(self._expected) > self._most_expected:
+            self._expected.popleft().wait()
+        return arriving
 
 
 class Arriving:
-    """A tensor that is on its way here."""
+    """A tensor that is on its way here, or is here."""
 
-    def __init__(self, x: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, x: Tensor, work: dist.Work | None = None) -> None:
         self._x = x
         self._work = work
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -10,7 +11,7 @@ from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.model_runner import Model, ModelRunner
 from services.compute.models.decoder import Decoder
 from services.compute.speculation.eagle import EagleProposer
-from services.compute.speculation.eagle_file import is_eagle, read_eagle
+from services.compute.speculation.eagle_file import is_eagle, read_eagle, read_taps
 from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.medusa import MedusaHeads, MedusaProposer
 from services.compute.speculation.medusa_file import read_json, read_medusa
@@ -29,16 +30,11 @@ def load_heads(settings: ComputeSettings, speculators: Sequence[str], model: Mod
         return None
     if not isinstance(model, Decoder):
         raise StartupError(f"--heads {settings.heads}: heads are for models that run on our own executor (--model-impl)")
-    folder, config, backend = Path(settings.heads).expanduser(), model.config, model.backend
-    if not folder.is_dir():
-        raise StartupError(f"--heads {folder}: no such folder")
-    found = read_json(folder)
-    kind = "eagle" if is_eagle(found, tensor_names(folder)) else "medusa"
+    folder, config, backend = Path(settings.heads).expanduser(), model.whole, model.backend
+    found, kind = open_heads(folder)
     if not {"auto", kind} & set(speculators):
         raise StartupError(f"--speculate {settings.speculate}: the heads in {folder} are of another kind, {kind}")
     if kind == "eagle":
-        if model.stage is not None:
-            raise StartupError(f"--heads {folder}: an EAGLE head reads the states between layers, and with --pipeline-parallel-size most of them are elsewhere")
         weights = read_eagle(folder, found, config, backend.dtype, backend.device)
         log.info("an EAGLE-3 head loaded", heads=settings.heads, taps=weights.taps, mib=weights.num_bytes >> 20)
         model.tap(weights.taps)
@@ -46,6 +42,24 @@ def load_heads(settings: ComputeSettings, speculators: Sequence[str], model: Mod
     medusa = read_medusa(folder, config.hidden_size, config.vocab_size, backend.dtype, backend.device)
     log.info("heads loaded", heads=settings.heads, num_heads=len(medusa.blocks), mib=medusa.num_bytes >> 20)
     return MedusaHeads(medusa, model.weights.lm_head, config.vocab_size, backend)
+
+
+def tap_stage(settings: ComputeSettings, speculators: Sequence[str], model: Model) -> None:
+    """On another rank than 0, of a model of stages: tap the layers that rank 0's EAGLE head reads, if it
+    has one. Raises StartupError."""
+    if settings.heads and speculators and isinstance(model, Decoder) and model.stage is not None:
+        folder = Path(settings.heads).expanduser()
+        found, kind = open_heads(folder)
+        if kind == "eagle":
+            model.tap(read_taps(folder, found, model.whole.num_layers))
+
+
+def open_heads(folder: Path) -> tuple[dict[str, Any], str]:
+    """The config.json of a folder with heads, and their kind. Raises StartupError."""
+    if not folder.is_dir():
+        raise StartupError(f"--heads {folder}: no such folder")
+    found = read_json(folder)
+    return found, "eagle" if is_eagle(found, tensor_names(folder)) else "medusa"
 
 
 def make_head_proposer(heads: MedusaHeads | EagleHead, target: ModelRunner, settings: ComputeSettings) -> Proposer:
