@@ -14,7 +14,6 @@ from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks, free_memory
-from services.compute.cache.kv_store import KVStore
 from services.compute.cache.kv_tier import KVTier
 from services.compute.fingerprint import fingerprint, vision_fingerprint, with_drafts
 from services.compute.group.commands import Loaded
@@ -24,7 +23,7 @@ from services.compute.images.tower import VisionTower, load_tower
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import is_native, read_config
 from services.compute.models.decoder import Decoder
-from services.compute.place import ALONE, Place, agree_on_blocks, load_decoder, make_runner, open_place
+from services.compute.place import ALONE, Place, agree_on_blocks, load_decoder, make_runner, open_place, open_stored
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
@@ -39,7 +38,7 @@ from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.model.vision.families import Dynamic
 from shared.process.errors import StartupError
-from shared.process.settings import ComputeSettings, EncoderSettings, split_place
+from shared.process.settings import ComputeSettings, EncoderSettings
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
@@ -168,7 +167,8 @@ class LoadedModels:
     def describe(self, settings: ComputeSettings, fingerprint: str) -> Loaded:
         """The facts that the ranks compare. fingerprint: of the model. Raises StartupError."""
         taps = self.model.tapped_layers if isinstance(self.model, Decoder) and self.model.stage is not None else ()
-        return Loaded(with_drafts(fingerprint, settings, self.speculators), self.backend.arithmetic, taps)
+        has_disk = settings.kv_disk is not None and settings.prefix_caching and not settings.shard_weights
+        return Loaded(with_drafts(fingerprint, settings, self.speculators), self.backend.arithmetic, taps, has_disk)
 
 
 def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Member | None) -> LoadedModels:
@@ -224,7 +224,8 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         max_model_len=size.max_model_len,
     )  # fmt: skip
     scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
-    tier = open_tier(settings, scheduler.block_manager, kv_cache)
+    stored = None if is_encoder else open_stored(settings, model, kv_cache, group)
+    tier = None if stored is None else KVTier(stored, scheduler.block_manager)
     scheduler.awaits_restoring = tier is not None
     return Engine(
         scheduler, runner, tier=tier, images=images,
@@ -308,15 +309,6 @@ def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None
     if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
         return limit
     return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))
-
-
-def open_tier(settings: ComputeSettings, block_manager: BlockManager, kv_cache: KVCache) -> KVTier | None:
-    """The tier that --kv-disk asks for. Raises StartupError."""
-    if settings.kv_disk is None or not block_manager.prefix_caching:
-        return None
-    store = KVStore(*split_place(settings.kv_disk), sum(kv_cache.block_bytes))
-    log.info("KV on disk", file=store.path, blocks=store.num_blocks, tokens=store.num_blocks * block_manager.block_size)
-    return KVTier(store, block_manager, kv_cache)
 
 
 def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device, num_threads: int) -> Backend:

@@ -5,15 +5,16 @@ whole checkpoint, so the hashes are kept beside the model and used again while t
 that a file is the same.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -25,6 +26,7 @@ import torch
 from services.compute.backends.backend import Backend
 from shared.model.decision import DRAW
 from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles, open_model
+from shared.model.gguf.checkpoint import cache_folder
 from shared.model.gguf.parts import parts_of
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
@@ -115,18 +117,28 @@ def content_hashes(files: ModelFiles) -> dict[str, str]:
         paths = [*parts_of(files.weights), *([files.mmproj] if files.mmproj is not None else [])]
     else:
         paths = sorted({file for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES) for file in files.folder.glob(pattern) if file.is_file()})
-    store = paths[0].parent / HASHES
-    known = _read(store)
-    stamps = {path.name: _stamp(path) for path in paths}
-    missing = [path for path in paths if known.get(path.name, [None])[0] != stamps[path.name]]
-    if missing:
-        started_at = time.monotonic()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hashes = dict(zip((path.name for path in missing), pool.map(_hash, missing), strict=True))
-        log.info("model files hashed", files=len(missing), seconds=round(time.monotonic() - started_at, 2))
-        known |= {name: [stamps[name], digest] for name, digest in hashes.items()}
-        _write(store, known)
+    with _alone(paths[0]):
+        known = _read(paths[0].parent)
+        stamps = {path.name: _stamp(path) for path in paths}
+        missing = [path for path in paths if known.get(path.name, [None])[0] != stamps[path.name]]
+        if missing:
+            started_at = time.monotonic()
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                hashes = dict(zip((path.name for path in missing), pool.map(_hash, missing), strict=True))
+            log.info("model files hashed", files=len(missing), seconds=round(time.monotonic() - started_at, 2))
+            known |= {name: [stamps[name], digest] for name, digest in hashes.items()}
+            _write(paths[0].parent, known)
     return {path.name: known[path.name][1] for path in paths}
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While one process of the host hashes, the others wait, and then find the hashes. Where the file
+    system has no locks, each hashes."""
+    with path.open("rb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _stamp(path: Path) -> list[int]:
@@ -140,20 +152,30 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read(store: Path) -> dict[str, list[Any]]:
-    """Whatever the file holds that is a hash; a broken file holds none."""
-    try:
-        found = json.loads(store.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    items = found.items() if isinstance(found, dict) else ()
-    return {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)}
+def _stores(folder: Path) -> list[Path]:
+    """Where the hashes of a folder's files are kept: in it, or where it is read-only, in the cache."""
+    return [folder / HASHES, cache_folder("hashes") / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]]
 
 
-def _write(store: Path, hashes: dict[str, list[Any]]) -> None:
-    """Replaces the file in one go. In a folder that is read-only the files are hashed again at the
-    next start."""
-    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=store.parent, prefix=HASHES, delete=False) as file:
-        json.dump(hashes, file)
-        file.flush()
-        Path(file.name).replace(store)
+def _read(folder: Path) -> dict[str, list[Any]]:
+    """Whatever is kept that is a hash; a broken file holds none."""
+    known: dict[str, list[Any]] = {}
+    for store in reversed(_stores(folder)):
+        with suppress(OSError, ValueError):
+            found = json.loads(store.read_text(encoding="utf-8"))
+            items = found.items() if isinstance(found, dict) else ()
+            known |= {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)}
+    return known
+
+
+def _write(folder: Path, hashes: dict[str, list[Any]]) -> None:
+    """Replaces the file in one go. Where nothing can be written, the files are hashed again at the next
+    start."""
+    for store in _stores(folder):
+        with suppress(OSError):
+            store.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=store.parent, prefix=HASHES, delete=False) as file:
+                json.dump(hashes, file)
+                file.flush()
+                Path(file.name).replace(store)
+            return

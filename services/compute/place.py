@@ -15,8 +15,23 @@ from services.compute.backends.cpu.moving import move_in, move_out
 from services.compute.backends.gathered import ELSEWHERE
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
+from services.compute.cache.kv_store import KVStore
+from services.compute.cache.stored_cache import Stored, StoredCache
 from services.compute.executor import DrawnTokens
-from services.compute.group.commands import CacheSize, Kept, Rendezvous, RoomFor, RunHead, RunStep, decode, encode
+from services.compute.group.commands import (
+    CacheSize,
+    FindBlocks,
+    FoundBlocks,
+    Kept,
+    LoadBlocks,
+    Rendezvous,
+    RoomFor,
+    RunHead,
+    RunStep,
+    SaveBlocks,
+    decode,
+    encode,
+)  # fmt: skip
 from services.compute.group.ends import Group, Member
 from services.compute.host_memory import shared_memory
 from services.compute.model_runner import NO_IMAGES, Model, ModelRunner
@@ -32,7 +47,10 @@ from services.compute.parallel.stage import Stage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
 from shared.process.errors import StartupError, Unready
 from shared.process.group_settings import split_address
-from shared.process.settings import ComputeSettings
+from shared.process.settings import ComputeSettings, split_place
+from shared.process.telemetry import get_logger
+
+log = get_logger("penstock.compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +130,6 @@ def check_group(settings: ComputeSettings, backend: Backend) -> None:
         raise StartupError(f"--shard-weights is for CPUs, not for {backend.device.type}: without it, --tensor-parallel-size divides the work, too")
     if settings.allow_batch_variance:
         raise StartupError("--allow-batch-variance: the vendor's products depend on how many columns are computed, so ranks would not give one process' bits")
-    if settings.kv_disk is not None and not settings.shard_weights:
-        raise StartupError(f"--kv-disk {settings.kv_disk}: the ranks of a group have a part of the KV cache each, and keep none of it on disk")
 
 
 def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> ProcessGroup:
@@ -225,8 +241,79 @@ class LeadingRunner(ModelRunner):
         return super().run(batch, drawn)
 
 
-def carry_out(command: RunStep | RunHead, runners: Sequence[ModelRunner]) -> None:
-    """Do this rank's part of what rank 0 does. runners: of the replica's models, by number."""
+def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None) -> Stored | None:
+    """The copies of the cache's blocks that --kv-disk asks for, of all ranks that have a part of the
+    cache; None: nobody asks. Raises StartupError."""
+    has_parts = end is not None and not settings.shard_weights
+    if settings.kv_disk is None or not settings.prefix_caching or (isinstance(end, Member) and not has_parts):
+        return None
+    folder, size = split_place(settings.kv_disk)
+    if end is not None and has_parts and end.memory_fd is not None:  # all are on this host
+        size //= settings.num_ranks
+    store = KVStore(folder, size, sum(kv_cache.block_bytes), model.cached_part if isinstance(model, Decoder) else "")
+    log.info("KV on disk", file=store.path, blocks=store.num_blocks, tokens=store.num_blocks * kv_cache.block_size)
+    own = StoredCache(store, kv_cache)
+    return StoredRanks(own, end) if isinstance(end, Group) and has_parts else own
+
+
+class StoredRanks:
+    """A Stored, of the cache that all ranks of a group have together."""
+
+    def __init__(self, own: StoredCache, group: Group) -> None:
+        self.own = own
+        self.group = group
+        self._is_broken_elsewhere = False
+
+    @property
+    def num_written(self) -> int:
+        return self.own.num_written
+
+    @property
+    def num_dropped(self) -> int:
+        return self.own.num_dropped
+
+    @property
+    def is_broken(self) -> bool:
+        return self.own.is_broken or self._is_broken_elsewhere
+
+    def save(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        self.group.send(SaveBlocks(tuple(names), tuple(block_ids)))
+        self.own.save(names, block_ids)
+
+    def find(self, names: Sequence[bytes]) -> int:
+        if not self.own.has(names[0]):
+            return 0
+        self.group.send(FindBlocks(tuple(names)))
+        num_found = self.own.find(names)
+        for peer in self.group.peers:
+            answer: FoundBlocks = self.group.receive(peer.rank)
+            self._is_broken_elsewhere |= answer.is_broken
+            num_found = min(num_found, answer.count)
+        return num_found
+
+    def load(self, block_ids: Sequence[int]) -> None:
+        self.group.send(LoadBlocks(tuple(block_ids)))
+        self.own.load(block_ids)
+
+    def close(self) -> None:
+        self.own.close()
+
+
+def carry_out(command: Any, runners: Sequence[ModelRunner], stored: Stored | None, answer: Callable[[Any], None]) -> None:
+    """Do this rank's part of what rank 0 does. runners: of the replica's models, by number; answer: tells
+    rank 0."""
+    if isinstance(command, RunStep | RunHead):
+        return run_model(command, runners)
+    assert stored is not None
+    if isinstance(command, SaveBlocks):
+        stored.save(command.names, command.block_ids)
+    elif isinstance(command, FindBlocks):
+        answer(FoundBlocks(stored.find(command.names), stored.is_broken))
+    elif isinstance(command, LoadBlocks):
+        stored.load(command.block_ids)
+
+
+def run_model(command: RunStep | RunHead, runners: Sequence[ModelRunner]) -> None:
     runner = runners[command.model]
     assert isinstance(runner.model, Decoder)
     if isinstance(command, RunHead):

@@ -4,11 +4,12 @@ nothing of requests, and does not speak to Redis."""
 import torch
 
 from services.compute.cache.kv_cache import KVCache, choose_group
+from services.compute.cache.stored_cache import Stored
 from services.compute.engine import cached_models, does_not_fit, load_models, reserve, size_cache
 from services.compute.fingerprint import fingerprint
 from services.compute.group.ends import Member
 from services.compute.model_runner import ModelRunner
-from services.compute.place import carry_out, make_runner
+from services.compute.place import carry_out, make_runner, open_stored
 from services.compute.speculation.draft_models import make_draft_runner
 from services.compute.speculation.heads import tap_stage
 from services.compute.timing import choose_step_timeout
@@ -20,15 +21,18 @@ from shared.process.settings import ComputeSettings
 def run_rank(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
     """Load, and run what rank 0 tells until it closes the group. Raises StartupError."""
     try:
-        runners = load_runners(settings, files, member)
+        runners, stored = load_runners(settings, files, member)
     except torch.OutOfMemoryError as error:
         raise StartupError(does_not_fit(files, error)) from None
     for command in member.commands(choose_step_timeout(settings, runners[0].model.backend.device)):
-        carry_out(command, runners)
+        carry_out(command, runners, stored, member.answer)
+    if stored is not None:
+        stored.close()
 
 
-def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -> list[ModelRunner]:
-    """This rank's part of the model, and of those that draft for it, by number."""
+def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -> tuple[list[ModelRunner], Stored | None]:
+    """This rank's part of the model, and of those that draft for it, by number; and the copies of its
+    part of the KV cache, if there are any."""
     loaded = load_models(settings, files, member)
     model, backend = loaded.model, loaded.backend
     tap_stage(settings, loaded.speculators, model)
@@ -37,4 +41,5 @@ def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -
     size = size_cache(settings, cached_models(loaded, member), loaded.limit, backend, workspace_bytes, member)
     cache = KVCache(model.config, backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     target = make_runner(loaded.place, 0, model, cache, backend.row_search)
-    return [target, *(make_draft_runner(each, number, target, settings, loaded.place) for number, each in enumerate(loaded.drafting, 1))]
+    runners = [target, *(make_draft_runner(each, number, target, settings, loaded.place) for number, each in enumerate(loaded.drafting, 1))]
+    return runners, open_stored(settings, model, cache, member)

@@ -20,7 +20,7 @@ from services.compute.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.parallel.ranks import GROUP_BYTES
 from services.compute.parallel.share import Share
-from services.compute.place import Place, carry_out, load_decoder, make_runner
+from services.compute.place import Place, load_decoder, make_runner, run_model
 from shared.model.files import ModelFiles, text_config
 from tests.kernels.backends import CPU
 
@@ -55,7 +55,7 @@ class Team:
             try:
                 runner = start(rank)
                 while (command := self.commands[rank - 1].get()) is not None:
-                    carry_out(decode(command), [runner])
+                    run_model(decode(command), [runner])
             except BaseException as error:
                 self.errors.append(error)
                 raise

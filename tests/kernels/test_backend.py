@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,8 @@ def test_the_cache_is_what_remains_beside_the_workspace(monkeypatch: pytest.Monk
         choose_num_blocks(settings, [config], FLOAT32, 200 * block_bytes)
     asked = ComputeSettings(kv_cache_memory=80 * block_bytes, block_size=16)
     assert choose_num_blocks(asked, [config], FLOAT32, 20 * block_bytes) == 80
+    for empty in (replace(config, num_layers=0), replace(config, num_kv_heads=0)):  # of ranks that cache nothing
+        assert choose_num_blocks(settings, [empty], FLOAT32, 200 * block_bytes) > 1 << 32
     with pytest.raises(StartupError, match="only .*iB are free beside the weights and .*iB to work in"):
         choose_num_blocks(asked, [config], FLOAT32, 21 * block_bytes)
 

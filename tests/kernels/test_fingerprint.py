@@ -1,7 +1,10 @@
 """The fingerprint follows the contents of a model's files, which are read once."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,19 @@ def test_contents_are_hashed_once(folder: Path) -> None:
     assert fingerprint_of(folder) != before
     (folder / "model.safetensors").touch()
     assert fingerprint_of(folder) == before
+
+
+def test_processes_that_start_at_once_hash_once_also_in_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
+    """Also as root, who may write into any folder: a folder of the hashes' name stands in the way."""
+    (folder / HASHES).mkdir()
+    code = "import logging, sys; from services.compute.fingerprint import content_hashes; from shared.model.files import open_model; "
+    code += "logging.basicConfig(level='INFO'); print(content_hashes(open_model(sys.argv[1], weights=True)))"
+    command, environment = (sys.executable, "-c", code, str(folder)), os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) for _ in range(3)]
+    found = [process.communicate(timeout=120) for process in processes]
+    assert len({answer for answer, _ in found}) == 1 and "model.safetensors" in found[0][0]
+    assert sum(log.count("model files hashed") for _, log in found) == 1
 
 
 @pytest.mark.parametrize("broken", ["", "[]", "{", '{"model.safetensors": 3}', '{"model.safetensors": [[1]]}', '{"model.safetensors": [[1], 2]}'])

@@ -17,6 +17,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.cache.kv_store import ENTRY, PAGE, WAYS, KVStore
 from services.compute.cache.kv_tier import READ_AT_ONCE, KVTier
+from services.compute.cache.stored_cache import StoredCache
 from services.compute.models.architectures import read_config
 from shared.model.segments import Layout, Segment
 from shared.process.errors import StartupError
@@ -124,7 +125,12 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
 def make_tier(folder: Path, group: int = 0, *, num_blocks: int = 24) -> KVTier:
     backend, config = native_backend(), read_config(CONFIGS["llama-heads"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
     cache = KVCache(config, backend, num_blocks=num_blocks, block_size=16, group=group)
-    return KVTier(KVStore(folder, 1 << 24, sum(cache.block_bytes)), BlockManager(num_blocks, 16, fingerprint="f"), cache)
+    return KVTier(StoredCache(KVStore(folder, 1 << 24, sum(cache.block_bytes)), cache), BlockManager(num_blocks, 16, fingerprint="f"))
+
+
+def stored(tier: KVTier) -> StoredCache:
+    assert isinstance(tier.stored, StoredCache)
+    return tier.stored
 
 
 def fill(tier: KVTier, tokens: list[int], seed: int) -> list[torch.Tensor]:
@@ -132,13 +138,13 @@ def fill(tier: KVTier, tokens: list[int], seed: int) -> list[torch.Tensor]:
     sequence = make_sequence(0, tokens, 1)
     assert tier.blocks.grow(sequence, len(tokens))
     generator = torch.Generator().manual_seed(seed)
-    for layer in tier.kv_cache.layers:
+    for layer in stored(tier).kv_cache.layers:
         part = layer[:, sequence.block_table]
         layer[:, sequence.block_table] = torch.randint(0, 200, part.view(torch.uint8).shape, generator=generator, dtype=torch.uint8).view(part.dtype)
     sequence.num_computed_tokens = len(tokens)
     tier.blocks.commit(sequence)
     tier.save()
-    kept = [layer[:, sequence.block_table[: len(tokens) // 16]].clone() for layer in tier.kv_cache.layers]
+    kept = [layer[:, sequence.block_table[: len(tokens) // 16]].clone() for layer in stored(tier).kv_cache.layers]
     tier.blocks.free(sequence)
     return kept
 
@@ -149,18 +155,18 @@ def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path
     tier = make_tier(tmp_path, group)
     kept = fill(tier, tokens, seed=1)
     tier.close()
-    assert tier.num_blocks_written == 11 and not tier.num_blocks_dropped
+    assert tier.stored.num_written == 11 and not tier.stored.num_dropped
     again = make_tier(tmp_path, group)
     same, other, salted = make_sequence(1, tokens, 1), make_sequence(2, [*tokens[:40], *range(30)], 1), make_sequence(3, tokens, 1, cache_salt="s")
     wait_until(lambda: again.restore([same, other, salted], None), description="all is read, in steps of 20 ms")
     assert all(each.is_restored for each in (same, other, salted))
     found = again.blocks.match(same)
     assert len(found) == 11 and len(again.blocks.match(other)) == 2 and again.blocks.match(salted) == []
-    for layer, blocks in zip(again.kv_cache.layers, kept, strict=True):
+    for layer, blocks in zip(stored(again).kv_cache.layers, kept, strict=True):
         assert torch.equal(layer[:, found].view(torch.uint8), blocks.view(torch.uint8))
     assert again.num_tokens_read == 11 * 16
     another = BlockManager(24, 16, fingerprint="another model")
-    assert not any(again.store.has(name) for names in another.missing(make_sequence(4, tokens, 1)) for name in names)
+    assert not any(stored(again).store.has(name) for names in another.missing(make_sequence(4, tokens, 1)) for name in names)
 
 
 def test_a_sequence_never_reads_more_than_there_is_room_for(tmp_path: Path) -> None:
@@ -198,10 +204,10 @@ def test_a_full_disk_ends_the_tier_and_nothing_else(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("services.compute.cache.kv_store.os.pwrite", fail)
     fill(tier, list(range(100)), seed=1)
     for _ in range(100):
-        if tier._is_broken:
+        if tier.stored.is_broken:
             break
         time.sleep(0.05)
-    assert tier._is_broken and tier.num_blocks_written == 0
+    assert tier.stored.is_broken and tier.stored.num_written == 0
     sequence = make_sequence(1, list(range(500, 600)), 1)
     assert tier.restore([sequence], None) and sequence.is_restored
     fill(tier, list(range(200, 300)), seed=2)
@@ -226,7 +232,7 @@ def test_what_the_file_lacks_is_looked_for_once(tmp_path: Path, monkeypatch: pyt
     """However many segments a prompt has, and however slow the file is."""
     tier = make_tier(tmp_path, num_blocks=80)
     asked: list[bytes] = []
-    monkeypatch.setattr(tier.store, "read", lambda name, _: asked.append(name))
+    monkeypatch.setattr(stored(tier).store, "read", lambda name, _: asked.append(name))
     monkeypatch.setattr("services.compute.cache.kv_tier.READ_BUDGET_S", 0.0)
     layout = Layout((Segment(16, 0), *(Segment(16, 16 * each, (0,)) for each in range(1, 60)), Segment(2, 9000, tuple(range(60)))), 16)
     slots = layout.pad(list(range(60 * 16 + 2)))
@@ -251,7 +257,7 @@ def test_blocks_that_are_cached_behind_a_gap_are_not_read_again(tmp_path: Path) 
     [names] = blocks.missing(sequence)
     assert names == [blocks._hash(sequence, number) for number in (0, 2)]
     tier.close()
-    again = KVTier(tier.store, blocks, tier.kv_cache)
+    again = KVTier(StoredCache(stored(tier).store, stored(tier).kv_cache), blocks)
     wait_until(lambda: again.restore([sequence], None), description="they are read")
     assert len(blocks.match(sequence)) == 4 and len(set(blocks.cached_blocks.values())) == len(blocks.cached_blocks)
     again.close()

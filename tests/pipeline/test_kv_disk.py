@@ -29,9 +29,17 @@ def wait_ready(deployment: Deployment, compute: str) -> None:
 
 
 @pytest.mark.more
-def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(deployment: Deployment, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_files"),
+    [((1, 1), 1), ((2, 1), 2), ((3, 1), 3), ((1, 2), 2), ((2, 2), 4)],
+    ids=lambda each: f"{each[0]} ranks, {each[1]} stages" if isinstance(each, tuple) else "",
+)
+def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(
+    deployment: Deployment, tmp_path: Path, sizes: tuple[int, int], num_files: int
+) -> None:  # fmt: skip
+    """Each rank of a group keeps its part; if one lacks a block, all compute it."""
     place, questions = tmp_path / "kv", [f"Question {number}?" for number in range(4)]
-    settings = {"kv_disk": f"{place},64MiB"}
+    settings = {"kv_disk": f"{place},64MiB", "tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
     deployment.start_all(**settings)
     [first] = [name for name in deployment.processes if name.startswith("compute")]
     expected = [ask(deployment, question, seed)[0] for seed, question in enumerate(questions)]
@@ -40,14 +48,15 @@ def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_compute
     rng = random.Random(1)
     for turn in range(3):
         deployment.kill(first)
-        [file] = place.iterdir()
+        files = sorted(place.iterdir())
+        assert len(files) == num_files
         if turn:
-            with file.open("r+b") as opened:
+            with files[-1].open("r+b") as opened:
                 for _ in range(2000):
-                    opened.seek(rng.randrange(os.path.getsize(file)))
+                    opened.seek(rng.randrange(os.path.getsize(files[-1])))
                     opened.write(rng.randbytes(1))
         if turn == 2:
-            os.truncate(file, os.path.getsize(file) // 2)
+            os.truncate(files[0], os.path.getsize(files[0]) // 2)
         first = deployment.start("compute", f"compute-again-{turn}", **settings)
         wait_ready(deployment, first)
         answers = [ask(deployment, question, seed) for seed, question in enumerate(questions)]

@@ -137,6 +137,23 @@ def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_p
         assert (head.lines().count("RuntimeError: a mistake") == 1) == (name == "a rank makes a mistake"), "its traceback is written"
 
 
+@pytest.mark.more
+def test_a_pause_of_the_whole_group_ends_nothing(tmp_path: Path) -> None:
+    head = Rank(tmp_path / "log", "--tensor-parallel-size", "3")
+    with running(head):
+        head.hear()
+        ranks = [head.process.pid, *(each.pid for each in head.children())]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in ranks:
+                os.kill(pid, number)
+            time.sleep(2.5 * TIMEOUT_S if number == signal.SIGSTOP else TIMEOUT_S)
+        head.say("step")
+        assert head.hear()[0] == "stepped"
+        head.say("close")
+        assert head.ends() == 0
+    assert head.lines() == []
+
+
 def test_ranks_that_start_end_with_rank_0_and_say_nothing(tmp_path: Path) -> None:
     """There are more of them than cores, and rank 0 says so."""
     num_cores = len(os.sched_getaffinity(0))
@@ -240,6 +257,20 @@ def test_ranks_on_two_hosts_refuse_another_model_on_both_sides(tmp_path: Path) -
         assert head.ends() == other.ends() == 2
         for rank in (head, other):
             assert re.search(r"rank 1 of 2 \(pid \d+\) has the fingerprint fp_other, and rank 0 has fp_same: ", rank.lines()[-1])
+    wire.close()
+
+
+@pytest.mark.more
+def test_a_rank_of_another_host_that_is_in_a_step_when_the_group_closes_ends_with_0(tmp_path: Path) -> None:
+    port = free_port()
+    wire = Wire(port)
+    head, other = two_hosts(tmp_path, wire, port)
+    with running(head, other):
+        head.hear()
+        head.say("hang")
+        head.say("close")
+        assert head.ends() == other.ends() == 0
+        assert not any("the group ends" in line or "silent" in line for line in (*head.lines(), *other.lines()))
     wire.close()
 
 

@@ -14,6 +14,7 @@ from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text
 from shared.process.settings import ComputeSettings
 
+NO_LIMIT = 1 << 40  # blocks, of a rank that caches nothing: without layers or heads
 CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's own, a laptop is not
 
 
@@ -64,6 +65,8 @@ class KVCache:
         ids = to_device(np.array(block_ids, np.int64), self.layers[0].device)
         parts = torch.split(torch.from_numpy(data), self.block_bytes, 1)
         for layer, part in zip(self.layers, parts, strict=True):
+            if not part.numel():
+                continue  # a rank without heads
             values = part.contiguous().view(layer.dtype).view(len(ids), 2, *layer.shape[2:])
             layer[:, ids] = values.transpose(0, 1).to(layer.device)
 
@@ -91,6 +94,8 @@ def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], 
         config.num_layers * settings.block_size * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
         for config in configs
     )
+    if not block_bytes:
+        return NO_LIMIT
     free = max(free_memory(backend.device) - workspace_bytes, 0)
     wanted = settings.kv_cache_memory
     if wanted is None:
@@ -102,7 +107,7 @@ def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], 
         raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside {beside}")
     if wanted_bytes < block_bytes:
         raise StartupError(f"the KV cache would have {size_text(wanted_bytes)}, one block of it takes {size_text(block_bytes)}: raise --kv-cache-memory")
-    return wanted_bytes // max(block_bytes, 1)  # a rank may have no heads
+    return wanted_bytes // block_bytes
 
 
 def free_memory(device: torch.device) -> int:

@@ -35,15 +35,16 @@ TOUCH_NS = 1_000_000_000  # a use is written down if the one before is longer ag
 class KVStore:
     """One file. All methods may be called by several threads, and processes."""
 
-    def __init__(self, folder: Path, size: int, block_bytes: int) -> None:
-        """size: bytes that the file may take; block_bytes: of every block. Raises StartupError."""
+    def __init__(self, folder: Path, size: int, block_bytes: int, part: str = "") -> None:
+        """size: bytes that the file may take; block_bytes: of every block; part: of blocks that a rank
+        has, which part it is: each has a file of its own. Raises StartupError."""
         self.block_bytes = block_bytes
         self.num_sets = (size - PAGE) // (WAYS * (block_bytes + ENTRY.size))
         if size > LARGEST:
             raise StartupError(f"--kv-disk: at most {size_text(LARGEST)}, not {size_text(size)}")
         if self.num_sets < 1:
             raise StartupError(f"--kv-disk: {size_text(size)} hold not even one set of {WAYS} blocks of {size_text(block_bytes)}")
-        self.path = folder / f"kv-{block_bytes}.{VERSION}"
+        self.path = folder / f"kv-{block_bytes}{part}.{VERSION}"
         self._blocks_at = PAGE + -(-self.num_sets * WAYS * ENTRY.size // PAGE) * PAGE
         try:
             if folder.exists() and not folder.is_dir():

@@ -24,6 +24,19 @@ class Channel:
     def send_encoded(self, encoded: bytes) -> None:
         send_frame(self.connection, encoded)
 
+    def has_come(self, within_s: float) -> bool:
+        """Whether something can be received, or never will be, within that time."""
+        self.connection.settimeout(within_s)
+        try:
+            self.connection.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        except OSError:  # receive says it
+            return True
+        finally:
+            self.connection.settimeout(None)
+        return True
+
     def receive(self, busy_s: float = 0.0) -> Any:
         """Wait for the next message, awake for busy_s: who sleeps takes some tens of microseconds to
         wake up. Raises EOFError where none will come, OSError, or Invalid."""

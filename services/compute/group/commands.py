@@ -67,6 +67,36 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveBlocks:
+    """Save blocks of the KV cache on disk, under these names."""
+
+    names: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindBlocks:
+    """Read the blocks of these names from the disk, up to the first that is not there."""
+
+    names: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """How many blocks a rank has found; is_broken: it does not use its disk any longer."""
+
+    count: int
+    is_broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Copy the first blocks that were found last into these of the KV cache."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The group ends, and its work is done."""
 
@@ -74,11 +104,13 @@ class Close:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A rank has its part of the model. fingerprint: of the contents of the weights; arithmetic: how
-    its processor computes; taps: the layers of stages that an EAGLE head reads."""
+    its processor computes; taps: the layers of stages that an EAGLE head reads; has_disk: whether
+    it keeps blocks of the KV cache on disk."""
 
     fingerprint: str
     arithmetic: str
     taps: tuple[int, ...] = ()
+    has_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +120,9 @@ class Accepted:
 
 # all that may be sent. Fields may be msgpack's own values, ranges, named tuples, dataclasses, and
 # tuples of any length or optional ones of these
-COMMANDS: tuple[type, ...] = (RunStep, RunHead, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize, Kept)
+COMMANDS: tuple[type, ...] = (
+    RunStep, RunHead, SaveBlocks, FindBlocks, FoundBlocks, LoadBlocks, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize, Kept
+)  # fmt: skip
 
 
 def encode(message: Any) -> bytes:

@@ -15,7 +15,11 @@ from services.compute.group.peer import Peer
 from services.compute.group.watch import Watch
 from shared.process.errors import Invalid, PenstockError, StartupError
 from shared.process.settings import ComputeSettings
+from shared.process.telemetry import get_logger
 
+log = get_logger("penstock.compute")
+
+SAY_S = 60.0  # between two lines about a rank that loads for long
 CLOSE_S = 5.0  # for the others, to end when the group is closed
 BUSY_S = 0.0005  # that a rank stays awake for the next command: while requests run it comes sooner
 
@@ -82,6 +86,8 @@ class Group(End):
     def identify(self, loaded: Loaded) -> None:
         """Wait until all ranks have loaded. Raises StartupError for one that computes otherwise."""
         for peer in self.peers:
+            while not peer.channel.has_come(SAY_S):
+                log.info("waiting for a rank to load", rank=str(peer))
             if refusal := refuse_loaded(str(peer), self._receive(peer), loaded):
                 raise StartupError(refusal)
         self._all_loaded()
@@ -101,7 +107,7 @@ class Group(End):
         """End the group, when its work is done; safe to call twice."""
         if self._is_over:
             return
-        self._watch.stop()
+        self._watch.close()
         deadline = time.monotonic() + CLOSE_S
         for peer in self.peers:
             with suppress(OSError):

@@ -3,7 +3,6 @@
 import errno
 import socket
 import time
-from contextlib import suppress
 
 from services.compute.group.channel import Channel
 from services.compute.group.identity import COMMANDS, WATCH, Answer, Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
@@ -75,7 +74,7 @@ def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joi
     except StartupError:
         connection.close()
         raise
-    prepare(connection, settings.group_timeout_s)
+    prepare(connection)
     if hello.use == COMMANDS:
         for old in joined.pop(hello.rank, {}).values():
             old.close()
@@ -114,7 +113,7 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
         try:
             for use in (COMMANDS, WATCH):
                 connections.append(socket.create_connection(address, timeout=HELLO_S))
-                answer = _introduce(connections[-1], hello_of(settings, rank, use), deadline, settings.group_timeout_s)
+                answer = _introduce(connections[-1], hello_of(settings, rank, use), deadline)
             return Peer(0, settings.num_ranks, answer.host, answer.pid, Channel(connections[0]), connections[1])
         except (OSError, EOFError, Invalid) as error:
             _close(connections)
@@ -127,9 +126,9 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
             raise
 
 
-def _introduce(connection: socket.socket, hello: Hello, deadline: float, timeout_s: float) -> Answer:
+def _introduce(connection: socket.socket, hello: Hello, deadline: float) -> Answer:
     answer = say_hello(connection, hello, max(time.monotonic() + HELLO_S, deadline))  # rank 0 may be busy with others
-    prepare(connection, timeout_s)
+    prepare(connection)
     return answer
 
 
@@ -138,10 +137,8 @@ def _close(connections: list[socket.socket]) -> None:
         connections.pop().close()
 
 
-def prepare(connection: socket.socket, timeout_s: float) -> None:
-    """Small messages go at once, and the system ends a connection that is cut."""
+def prepare(connection: socket.socket) -> None:
+    """Small messages go at once. The connection has no time limit of its own: a rank does not read
+    commands during a step, however long, and the watch sees who is cut off."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    with suppress(AttributeError, OSError):  # Linux only
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * timeout_s))

@@ -28,7 +28,7 @@ BEAT_S = 0.5
 FAREWELL_S = 1.0  # for a peer to read why the group ends
 LOST_S = 5.0  # within which a lost connection is understood
 STARTUP_ERROR = 2  # exit code: starting again will not help
-Kind = Literal["lives", "fails", "leaves"]
+Kind = Literal["lives", "fails", "leaves", "closes"]
 
 
 class Watch(threading.Thread):
@@ -40,6 +40,7 @@ class Watch(threading.Thread):
         self.busy: tuple[float, str] | None = None  # monotonic, s: since when the main thread carries a command out, and its name
         self.step_timeout_s: float | None = None  # how long that may take
         self._is_ended = False
+        self._is_closing = False  # rank 0 has said that the work is done
         self._stops_at: float | None = None  # monotonic, s: it has been told to stop, and waits for rank 0 until then
         self._lock = threading.Lock()  # a watch that was stopped ends no process
         self._wakes, self._wake = socket.socketpair()
@@ -58,18 +59,19 @@ class Watch(threading.Thread):
     def _watch(self, selector: selectors.BaseSelector) -> None:
         beat_at = looked_at = time.monotonic()
         while not self._is_ended:
+            if (now := time.monotonic()) >= beat_at:
+                beat_at = now + BEAT_S
+                self.tell("lives")
+            ready = selector.select(max(0.0, beat_at - now))
             now = time.monotonic()
             if now - looked_at > BEAT_S + self.timeout_s / 2:  # this process was stopped: it has not read what the others said
                 for peer in self.peers:
                     peer.heard_at = now
             looked_at = now
-            if now >= beat_at:
-                beat_at = now + BEAT_S
-                self.tell("lives")
-            for key, _ in selector.select(max(0.0, beat_at - now)):
+            for key, _ in ready:
                 if key.data is not None:
                     self._read(*key.data)
-            self._check(time.monotonic())
+            self._check(now)
 
     def _read(self, peer: Peer, unpacker: msgpack.Unpacker) -> None:
         try:
@@ -84,6 +86,8 @@ class Watch(threading.Thread):
         for kind, reason, code in unpacker:
             if kind == "fails":
                 self._end(f"{peer}: {reason}", code, of=peer)
+            elif kind == "closes":
+                self._is_closing = True
             elif kind == "leaves":
                 log.info("a rank was told to stop, and so the group stops", rank=str(peer))
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -132,6 +136,11 @@ class Watch(threading.Thread):
         self._stops_at = time.monotonic() + STOP_TIMEOUT_S
         self.tell("leaves")
 
+    def close(self) -> None:
+        """The group's work is done: the peers end with 0, whatever they are doing."""
+        self.tell("closes")
+        self.stop()
+
     def stop(self) -> None:
         """From now on a peer may end. Safe to call twice."""
         with self._lock:
@@ -149,6 +158,8 @@ class Watch(threading.Thread):
         with self._lock:
             if self._is_ended:
                 return
+            if self._is_closing:  # the main thread is in a step that nobody waits for
+                self._exit(0)
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)
             self.part(reason, code, but=of)

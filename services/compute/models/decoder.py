@@ -109,6 +109,16 @@ class Decoder:
         """The configuration of the KV cache that they have together: a KV head may be on several."""
         return self.whole if self.cut is None else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
 
+    @property
+    def cached_part(self) -> str:
+        """The layers and KV heads whose keys and values are here, as a part of a file's name; empty: all
+        are."""
+        if self.cut is None and self.stage is None:
+            return ""
+        layers = range(self.whole.num_layers) if self.stage is None else self.stage.layers[self.stage.number]
+        heads = range(self.whole.num_kv_heads) if self.cut is None else self.cut.heads[self.cut.rank].kv
+        return f"-layers-{layers.start}-{layers.stop}-heads-{heads.start}-{heads.stop}"
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on what enters these layers of the whole model is kept, of each step; see Taps.
         Ranks that don't speak with other stages keep nothing."""

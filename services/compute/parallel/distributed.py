@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.compute.parallel.share import Share
 
-MOST_SENT = 8  # tensors on their way to the next stage
+MOST_SENT = 4  # tensors on their way to the next stage
 LOOPBACK = "127.0.0.1"
 # of what ranks exchange once they have met: the group's own watch ends a process long before
 TIMEOUT = timedelta(hours=12)
@@ -109,8 +109,8 @@ class Pipe:
         self.ranks = ranks
         self.device = device
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        # gloo's connection stands still for ever once a tensor that it receives into is gone. At most as
-        # many steps are under way as there are stages, with a tensor of each
+        # not waited for: gloo's connection stands still for ever once a tensor that it receives into is
+        # gone. At most as many steps are under way as there are stages, with a tensor of each
         self._expected: deque[Arriving] = deque()
         self._most_expected = len(ranks) ** 2
 
@@ -126,9 +126,9 @@ class Pipe:
         """The next tensor that comes from a stage. It comes, even if nobody waits for it."""
         x = torch.empty(shape, dtype=dtype, device=self.device)
         arriving = Arriving(x, dist.irecv(as_bytes(x), self.ranks[stage], group=self.group) if x.numel() else None)
-        self._expected.append(arriving)
-        while len(self._expected) > self._most_expected:
+        while self._expected and (self._expected[0].is_here or len(self._expected) == self._most_expected):
             self._expected.popleft().wait()
+        self._expected.append(arriving)
         return arriving
 
 
@@ -138,6 +138,11 @@ class Arriving:
     def __init__(self, x: Tensor, work: dist.Work | None = None) -> None:
         self._x = x
         self._work = work
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was waited for."""
+        return self._work is None
 
     def wait(self) -> Tensor:
         wait(self._work)

@@ -17,7 +17,7 @@ from services.compute.group.commands import decode, encode
 from services.compute.model_runner import ModelRunner
 from services.compute.parallel.distributed import LOOPBACK, TIMEOUT, DistributedRanks, join, listen, meet_at
 from services.compute.parallel.share import Share
-from services.compute.place import Place, carry_out, load_decoder, make_runner
+from services.compute.place import Place, load_decoder, make_runner, run_model
 from tests.kernels.backends import CPU
 
 NUM_BLOCKS = 64
@@ -74,7 +74,7 @@ def main() -> None:
             break
         data = torch.zeros(int(length), dtype=torch.uint8)
         dist.recv(data, 0)
-        carry_out(decode(data.numpy().tobytes()), [runner])
+        run_model(decode(data.numpy().tobytes()), [runner])
     dist.destroy_process_group()
 
 
