@@ -1,5 +1,6 @@
 """Place: a process' place among those that are one replica, and what it loads there."""
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -39,11 +40,11 @@ from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
 from services.compute.models.sharded import linears_to_keep, sharded_layer
-from services.compute.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, choose_interface, join, listen, meet_at
+from services.compute.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, check_device, choose_interface, join, listen, meet_at
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
 from services.compute.parallel.share import WHOLE, Portion, Share, check_stages, layers_of_stage
-from services.compute.parallel.stage import Stage
+from services.compute.parallel.stage import PipelineStage
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
 from shared.process.errors import StartupError, Unready
 from shared.process.group_settings import split_address
@@ -58,7 +59,7 @@ class Place:
     """Alone, or one of several ranks. Rank 0 tells the others what to run."""
 
     ranks: Ranks | None = None  # that divide this stage's layers; None: this one has them whole
-    stage: Stage | None = None  # None: all layers are here
+    stage: PipelineStage | None = None  # None: all layers are here
     tell: Callable[[Any], None] | None = None  # rank 0's, and it alone has one, if there are others
     shards: Messages | None = None  # where the others keep weights for rank 0: on which they send them
 
@@ -71,7 +72,7 @@ class Place:
         """Whether it is rank 0, or there is no other."""
         return self.is_alone or self.tell is not None
 
-    def stage_of(self, config: ModelConfig) -> Stage | None:
+    def stage_of(self, config: ModelConfig) -> PipelineStage | None:
         """The stage, with a model's layers. Stages are to take as long as each other, and in a step of a
         few tokens a layer takes as long as its weights are many. Raises StartupError for fewer layers
         than stages."""
@@ -97,7 +98,7 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
     if settings.shard_weights:
         return Place(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
-    if end.memory_fd is not None and backend.device.type == "cpu":
+    if end.memory_fd is not None and backend.device.type == "cpu" and size > 1:
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
     ranks: Ranks | None = None
     number = end.rank // size
@@ -114,7 +115,7 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
         assert world is not None
         if end.rank % size == 0:
             pipe = Pipe(world, range(0, size * count, size), backend.device)
-        stage = Stage(number, count, pipe)
+        stage = PipelineStage(number, count, pipe)
     return Place(ranks, stage, end.send if isinstance(end, Group) else None)
 
 
@@ -145,6 +146,8 @@ def connect(settings: ComputeSettings, device: torch.device, end: Group | Member
             if rendezvous.device != device.type:
                 raise StartupError(f"rank {end.rank} has the device {device.type}, and rank 0 has {rendezvous.device}: the ranks of a group must have the same")
             store = join(host, rendezvous.port, wait)
+        if device.type == "cuda":
+            check_device(store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
         return meet_at(store, end.rank, settings.num_ranks, device, wait)
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]

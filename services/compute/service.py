@@ -34,7 +34,7 @@ from services.compute.sequence import Prefix, RowKey, Sequence
 from services.compute.spans import RequestSpans
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.speculation import Speculation
-from services.compute.stages import Stages, StepInStages
+from services.compute.stages import StepInStages, StepsInStages
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
 from shared.process.settings import ComputeSettings
@@ -74,7 +74,7 @@ class ComputeService:
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
         self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
-        self.stages = Stages(self.scheduler, engine.num_stages, self.reduce_from_stages)
+        self.stages = StepsInStages(self.scheduler, engine.num_stages, self.reduce_from_stages)
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0

@@ -19,7 +19,7 @@ class StepInStages:
     began_at: float  # perf_counter, s
 
 
-class Stages:
+class StepsInStages:
     def __init__(self, scheduler: Scheduler, count: int, reduce: Callable[[StepInStages], None]) -> None:
         """reduce: makes candidates of a step that comes from the last stage, and waits for them."""
         self.scheduler = scheduler

@@ -62,7 +62,8 @@ def of_cache(services: dict[str, Any]) -> list[Problem]:
 
 
 def of_group(services: dict[str, Any]) -> list[Problem]:
-    """The profile group is one group, as compute reads its environment: each rank once, and all go to the container of rank 0."""
+    """The profile group is one group, as compute reads its environment: each rank once, and all go to the container of rank 0, in a network where nobody
+    else is."""
     ranks = {name: service for name, service in services.items() if service.get("profiles") == ["group"]}
     found, settings = [], {}
     for name, service in ranks.items():
@@ -74,8 +75,11 @@ def of_group(services: dict[str, Any]) -> list[Problem]:
             found.append(Problem(COMPOSE, line_of(COMPOSE, name), f"{name}: {error}"))
     if sorted(each.rank or 0 for each in settings.values()) != list(range(next(iter(settings.values())).num_ranks if settings else 2)):
         found.append(Problem(COMPOSE, line_of(COMPOSE, "PENSTOCK_RANK"), f"the profile group has not each rank once: {sorted(ranks)}"))
+    if strangers := {name for name, service in services.items() if "group" in service.get("networks", [])} ^ set(ranks):
+        found.append(Problem(COMPOSE, line_of(COMPOSE, "networks"), f"the network group is for the ranks of a group: {sorted(strangers)}"))
+    heads = [ranks[name]["networks"]["group"]["aliases"] for name, each in settings.items() if each.rank == 0]
     for name, each in settings.items():
-        if (place := split_address(each.master)[0]) not in settings or settings[place].rank != 0:
+        if [(place := split_address(each.master)[0])] not in heads:
             found.append(Problem(COMPOSE, line_of(COMPOSE, "PENSTOCK_MASTER"), f"{name} looks for rank 0 at {place}, which is not its container"))
         if each.model_copy(update={"rank": 0}) != next(iter(settings.values())).model_copy(update={"rank": 0}):
             found.append(Problem(COMPOSE, line_of(COMPOSE, name), f"{name} has other settings than the first rank"))

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import astuple, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from services.compute.group.identity import LONGEST_HELLO, MAGIC, hello_of
 from services.compute.group.peer import Peer
 from services.compute.group.remote import HELLO_S, connect_to_first, gather_ranks
 from services.compute.models.architectures import read_config
-from services.compute.parallel.stage import Stage
+from services.compute.parallel.distributed import LOOPBACK, check_device, listen
+from services.compute.parallel.stage import PipelineStage
 from services.compute.place import Place, connect
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError, Unready
@@ -188,9 +190,17 @@ def test_a_rank_with_another_device_does_not_meet() -> None:
             connect(settings, torch.device("cpu"), member)
 
 
+def test_two_ranks_with_one_gpu_are_refused_in_one_line() -> None:
+    store = listen(LOOPBACK, timedelta(seconds=10))
+    check_device(store, 0, "a GPU-1")
+    check_device(store, 1, "a GPU-2")
+    with pytest.raises(StartupError, match="rank 2 has the same GPU as rank 0: with --master, give each rank of a host its own by CUDA_VISIBLE_DEVICES"):
+        check_device(store, 2, "a GPU-1")
+
+
 def test_more_stages_than_layers_are_refused_in_one_line() -> None:
     config = read_config(open_model("demo").config, 64)
-    place = Place(stage=Stage(0, config.num_layers + 1, None))
+    place = Place(stage=PipelineStage(0, config.num_layers + 1, None))
     with pytest.raises(StartupError, match=rf"--pipeline-parallel-size {config.num_layers + 1}: the model has {config.num_layers} layers"):
         place.stage_of(config)
 

@@ -172,10 +172,21 @@ def test_what_an_eagle_head_reads_in_stages(sizes: tuple[int, int], taps: tuple[
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.more)])  # of three, one has no heads
-def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any], size: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 3},  # one has no heads
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "shard_weights": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any], options: dict[str, Any], host: str) -> None:
     """Their memory is their own, and results go through torch.distributed."""
-    with grouped_line(redis_url, tensor_parallel_size=size, master=f"127.0.0.1:{free_port()}", rank=0) as line:
+    with grouped_line(redis_url, master=f"{host}:{free_port()}", rank=0, **options) as line:
         assert answers(line) == expected
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.compute.models.config import ModelConfig
 from services.compute.parallel.share import Share
-from services.compute.parallel.stage import Stage
+from services.compute.parallel.stage import PipelineStage
 from services.compute.place import Place
 from services.compute.simulation.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
 from services.compute.simulation.models import MODELS, ModelShape, Part, part_of
@@ -136,7 +136,7 @@ def test_stages_are_cut_as_the_engine_cuts_them(model: ModelShape, pipeline: int
     mixture = None if model.num_experts == 1 else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
     config = SimpleNamespace(**{name: getattr(model, name) for name in CONFIGURED}, moe=mixture)
     for number in range(pipeline):
-        stage = Place(stage=Stage(number, pipeline, None)).stage_of(cast(ModelConfig, config))
+        stage = Place(stage=PipelineStage(number, pipeline, None)).stage_of(cast(ModelConfig, config))
         assert stage is not None
         assert len(stage.layers[number]) == part_of(model, Share(), Share(number, pipeline)).num_layers >= 1
 

@@ -61,6 +61,7 @@ def context_of(backend: Backend) -> Context | None:
     return backend.context if isinstance(backend, CpuBackend) else None
 
 
-def ranks_of_host(backend: Backend, share: Share, memory: Tensor) -> SharedRanks | None:
-    """Ranks that meet in memory of theirs, [GROUP_BYTES] uint8; None: this backend does not."""
-    return SharedRanks(share, memory, backend.context.meet) if isinstance(backend, CpuBackend) else None
+def ranks_of_host(backend: Backend, share: Share, memory: Tensor) -> SharedRanks:
+    """Ranks that meet in memory of theirs, [GROUP_BYTES] uint8. backend: one that has_same_columns."""
+    assert isinstance(backend, CpuBackend)
+    return SharedRanks(share, memory, backend.context.meet)

@@ -25,12 +25,12 @@ class GatheredLinear:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         if self.inputs is not None:
-            x = self.ranks.gather(x, self.inputs)
+            x = self.ranks.all_gather(x, self.inputs)
         own = self.parts[self.ranks.share.rank]
         if self.linear is None:
-            return self.ranks.gather(x[:, :0], self.parts)
+            return self.ranks.all_gather(x[:, :0], self.parts)
         added = None if residual is None else residual[:, own.start : own.stop].contiguous()
-        return self.ranks.gather(self.linear(x, norm=norm, eps=eps, residual=added), self.parts)
+        return self.ranks.all_gather(self.linear(x, norm=norm, eps=eps, residual=added), self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class GatheredHead:
         own = self.parts[self.ranks.share.rank]
         if self.linear is not None:
             self.linear.logits(rows, norm=norm, eps=eps, out=whole[:, own.start : own.stop])
-        self.ranks.complete(whole, self.parts)
+        self.ranks.all_gather_in_place(whole, self.parts)
         return whole
 
 

@@ -20,7 +20,7 @@ from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
 from services.compute.parallel.ranks import Cut
 from services.compute.parallel.sharded import Receiver, Sender
-from services.compute.parallel.stage import Returning, Stage
+from services.compute.parallel.stage import PipelineStage, Returning
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Decoder:
     longest_text = None
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: Stage | None = None,
+        self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: PipelineStage | None = None,
         whole: ModelConfig | None = None, shards: Receiver | Sender | None = None,
     ) -> None:  # fmt: skip
         """backend: which made the weights' layers; cut, stage: of weights that are a rank's part, as

@@ -110,7 +110,7 @@ class GatheredMixture:
             outputs = [each.down(each.gate_up(rows[first:last])) for each, first, last in zip(self.experts, cuts[:-1], cuts[1:], strict=True) if first < last]
             part = torch.cat([x[:0], *outputs])
         results = x.new_empty((len(flat), x.shape[1]))
-        results[order] = self.ranks.gather(part, [range(starts[each.start], starts[each.stop]) for each in self.numbers], dim=0)
+        results[order] = self.ranks.all_gather(part, [range(starts[each.start], starts[each.stop]) for each in self.numbers], dim=0)
         return results.view(*chosen.shape, -1)
 
 

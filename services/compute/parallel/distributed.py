@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.compute.parallel.share import Share
+from shared.process.errors import StartupError
 
 MOST_SENT = 4  # tensors on their way to the next stage
 LOOPBACK = "127.0.0.1"
@@ -44,6 +45,15 @@ def join(host: str, port: int, wait: timedelta) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
 
 
+def check_device(store: Any, rank: int, device: str) -> None:
+    """Raises StartupError if a rank before this one has the same device. device: a name of this rank's,
+    which no other device of any host has."""
+    store.set(f"device of rank {rank}", device)
+    for other in range(rank):
+        if store.get(f"device of rank {other}").decode() == device:
+            raise StartupError(f"rank {rank} has the same GPU as rank {other}: with --master, give each rank of a host its own by CUDA_VISIBLE_DEVICES")
+
+
 def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device, wait: timedelta) -> dist.ProcessGroup:
     """Open the connections of all ranks; returns when all are there. Raises RuntimeError for one that
     does not come, or that can't be reached."""
@@ -72,14 +82,14 @@ class DistributedRanks:
             held = self._held[name] = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return held[:size].view(dtype).view(shape)
 
-    def complete(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:
+    def all_gather_in_place(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:
         own = parts[self.share.rank]
         if len(own) == whole.shape[dim] and own == parts[0] == parts[-1]:
             return  # each has computed all of it
         for part, found in zip(parts, self._exchange(whole.narrow(dim, own.start, len(own)), parts, dim), strict=True):
             whole.narrow(dim, part.start, len(part)).copy_(found)
 
-    def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
+    def all_gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
         return torch.cat(self._exchange(part, parts, dim), dim)
 
     def broadcast(self, name: str, of_first: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Ranks: processes that compute a model together, each some columns of every layer.
 
-They only gather. `complete` makes a result whole of which each rank has written its part; between two
+They only gather. `all_gather_in_place` makes a result whole of which each rank has written its part; between two
 gathers nobody writes what others still read, as long as results follow each other in the same order
 on all ranks.
 """
@@ -22,18 +22,18 @@ class Ranks(Protocol):
     @property
     def meeting(self) -> int | None:
         """The address of the barrier that completes whatever lies in a region; None: there is none,
-        `complete` has to be called."""
+        `all_gather_in_place` has to be called."""
         ...
 
     def region(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result of all ranks, one of REGIONS. It holds what was left in it before."""
         ...
 
-    def complete(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:
+    def all_gather_in_place(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:
         """Every rank has written parts[rank] of a region's dimension; now all have all of it."""
         ...
 
-    def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
+    def all_gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
         """All ranks' parts, side by side. part: as long in this dimension as parts[rank]."""
         ...
 
@@ -85,10 +85,10 @@ class SharedRanks:
         assert size <= REGION_BYTES
         return self.memory[first : first + size].view(dtype).view(shape)
 
-    def complete(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:  # noqa: ARG002
+    def all_gather_in_place(self, whole: Tensor, parts: Sequence[range], dim: int = -1) -> None:  # noqa: ARG002
         self.meet()
 
-    def gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
+    def all_gather(self, part: Tensor, parts: Sequence[range], dim: int = -1) -> Tensor:
         shape, own = list(part.shape), parts[self.share.rank]
         shape[dim] = parts[-1].stop
         self._turn ^= 1

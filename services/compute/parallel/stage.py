@@ -1,4 +1,4 @@
-"""Stage: some of a model's layers, one after the other (pipeline parallelism). The first stage has the
+"""PipelineStage: some of a model's layers, one after the other (pipeline parallelism). The first stage has the
 embedding and the head, too, so what the last one computes comes back to it."""
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from services.compute.parallel.distributed import Arriving, Pipe
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     number: int
     count: int
     pipe: Pipe | None  # None: another rank of this stage speaks with the other stages

@@ -135,7 +135,7 @@ class Team:
         """A Group's meet. After an error the ranks are out of step: nothing is gathered any more."""
         if self.error is None:
             try:
-                self.ranks.complete(*self.results[gathered])
+                self.ranks.all_gather_in_place(*self.results[gathered])
             except BaseException as error:
                 self.error = error
 
