@@ -38,6 +38,7 @@ from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.model.vision.families import Dynamic
 from shared.process.errors import StartupError
+from shared.process.on_cpu import refused_on_cpu
 from shared.process.settings import ComputeSettings, EncoderSettings
 from shared.process.telemetry import get_logger
 
@@ -314,9 +315,9 @@ def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None
 def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device, num_threads: int) -> Backend:
     """The backend of a device, with the settings' dtype. num_threads: on a CPU; 0: all cores. Raises
     StartupError."""
-    if device.type == "cpu" and settings.quantization == "fp8":
-        raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
+        if refusal := refused_on_cpu(settings):
+            raise StartupError(refusal)
         torch.set_num_threads(num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files, device)
     return choose_backend(dtype, device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)

@@ -90,7 +90,7 @@ class Launcher:
         settings = self.settings
         check_exposure(settings)
         check_keys(settings)
-        check_device(settings.device)
+        check_device(settings)
         self._open(settings.model)
         self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
         check_ports(settings)

@@ -18,6 +18,7 @@ from shared.model.files import ModelFiles
 from shared.model.gguf.parts import parts_of
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text
+from shared.process.on_cpu import refused_on_cpu
 from shared.process.settings import UpSettings
 
 LAST_PORT = 65_535
@@ -60,9 +61,13 @@ def check_keys(settings: UpSettings) -> None:
             read_keys(settings.keys_file)
 
 
-def check_device(device: str) -> None:
-    """Raises StartupError where --device cuda asks for a GPU that is not there, or that the torch which is installed can't use."""
-    if device != "cuda":
+def check_device(settings: UpSettings) -> None:
+    """Raises StartupError where --device cuda asks for a GPU that is not there, or that the torch which is installed can't use; and for what a CPU can't do,
+    where there is nothing else."""
+    is_on_cpu = settings.device == "cpu" or (settings.device == "auto" and not gpu_memory())
+    if is_on_cpu and (refusal := refused_on_cpu(settings)):
+        raise StartupError(refusal)
+    if settings.device != "cuda":
         return
     if not gpu_memory():
         raise StartupError("--device cuda: there is no CUDA device here, or no driver for it")

@@ -272,6 +272,8 @@ class EngineSettings(GroupSettings):
             raise ValueError(f"--speculate {head} needs --heads FOLDER")
         if self.heads and not {"medusa", "eagle", "auto", "off"} & set(names):
             raise ValueError(f"--speculate {self.speculate} does not use --heads: add medusa or eagle, whichever they are")
+        if self.model_impl == "transformers" and self.num_ranks > 1:
+            raise ValueError("--model-impl transformers: that library runs a model whole; ranks divide models that run on our own executor")
         return self
 
 

@@ -120,13 +120,13 @@ def test_more_stages_than_layers_are_refused_before_any_rank_starts(deployment: 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({}, "--tensor-parallel-size 2: on a CPU this needs bfloat16 and the native kernels"),
-        ({"model_impl": "transformers"}, "penstock-demo runs on the transformers library, whole: a group of ranks divides native models only"),
+        ({"dtype": "float32"}, "--tensor-parallel-size 2: not with --dtype float32 on a CPU, where torch computes it"),
+        ({"model_impl": "transformers"}, "--model-impl transformers: that library runs a model whole; ranks divide models that run on our own executor"),
     ],
 )
 @pytest.mark.more
 def test_a_model_that_no_group_can_run_is_refused_in_one_line(settings: dict[str, str], line: str, deployment: Deployment) -> None:
-    compute = deployment.start("compute", tensor_parallel_size=2, dtype="float32", **settings)
+    compute = deployment.start("compute", tensor_parallel_size=2, **settings)
     assert deployment.processes[compute].wait(60) == 2
     told = [each for each in deployment.logs().splitlines() if each.startswith("penstock: ")]
     assert len(told) == 1 and line in told[0]

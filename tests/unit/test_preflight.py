@@ -47,9 +47,15 @@ def test_a_port_that_is_taken_is_named(taken: int) -> None:
 
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpu_memory", list)
-    check_device("auto")
+    check_device(UpSettings())
     with pytest.raises(StartupError, match="there is no CUDA device here"):
-        check_device("cuda")
+        check_device(UpSettings(device="cuda"))
+    with pytest.raises(StartupError, match="--quantization fp8 runs on a GPU only"):
+        check_device(UpSettings(quantization="fp8"))
+    with pytest.raises(StartupError, match="--tensor-parallel-size 2: not with --dtype float32 on a CPU"):
+        check_device(UpSettings(dtype="float32", tensor_parallel_size=2))
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: [80 << 30])
+    check_device(UpSettings(quantization="fp8"))
 
 
 def test_weights_are_counted_as_they_will_be_held(tmp_path: Path) -> None:

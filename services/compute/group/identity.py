@@ -95,7 +95,7 @@ def refuse_loaded(name: str, theirs: Loaded, ours: Loaded) -> str:
     """The same, of what is known when a rank has loaded."""
     facts = [
         {
-            "the fingerprint": each.fingerprint, "the arithmetic": each.arithmetic, "an EAGLE head that reads the layers": str(list(each.taps)),
+            "the arithmetic": each.arithmetic, "the fingerprint": each.fingerprint, "an EAGLE head that reads the layers": str(list(each.taps)),
             "--kv-disk": "a place" if each.has_disk else "none",
         } for each in (theirs, ours)
     ]  # fmt: skip
