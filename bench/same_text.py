@@ -43,6 +43,7 @@ class Server:
         deadline = time.monotonic() + READY_S
         while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
                 raise SystemExit(f"{command}: it did not become ready:\n{path.read_text(errors='replace')[-1500:]}")
             time.sleep(0.5)
 
@@ -60,7 +61,15 @@ class Server:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
-        self.process.wait(STOP_S)
+        try:
+            self.process.wait(STOP_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Whatever is left of it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def texts_of(server: Server, num_tokens: int) -> dict[str, tuple[list[str], float]]:

@@ -12,14 +12,14 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -35,6 +35,7 @@ log = get_logger("penstock.compute")
 
 BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
 HASHES = ".penstock-hashes"  # in the model's folder: a JSON object of file name: [stamp, SHA-256]
+LOCK_S = 600.0  # to wait for another process that hashes
 SETTINGS = ("dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "activations", "kv_cache_dtype", "kv_cache_group")
 HEAD_SETTINGS = ("quantize_lm_head",)
 VISION_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -117,10 +118,10 @@ def content_hashes(files: ModelFiles) -> dict[str, str]:
         paths = [*parts_of(files.weights), *([files.mmproj] if files.mmproj is not None else [])]
     else:
         paths = sorted({file for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES) for file in files.folder.glob(pattern) if file.is_file()})
-    with _alone(paths[0]):
-        known = _read(paths[0].parent)
+    with _alone(paths[0].parent):
         stamps = {path.name: _stamp(path) for path in paths}
-        missing = [path for path in paths if known.get(path.name, [None])[0] != stamps[path.name]]
+        known = _read(paths[0].parent, stamps)
+        missing = [path for path in paths if path.name not in known]
         if missing:
             started_at = time.monotonic()
             with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -132,13 +133,32 @@ def content_hashes(files: ModelFiles) -> dict[str, str]:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While one process of the host hashes, the others wait, and then find the hashes. Where the file
-    system has no locks, each hashes."""
-    with path.open("rb") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _alone(folder: Path) -> Iterator[None]:
+    """While one process of the host hashes, its user's others wait, and then find the hashes. The lock is
+    on a file of ours: a lock on the weights may keep others from reading them (flock(2), SMB). Where none
+    can be had, each hashes."""
+    with ExitStack() as stack, suppress(OSError, RuntimeError):
+        store = _cached(folder)
+        store.parent.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(store.with_suffix(".lock").open("w"))
+        started_at = time.monotonic()
+        is_said = False
+        while not _lock(file) and time.monotonic() - started_at < LOCK_S:
+            if not is_said:
+                log.info("waiting for another process that hashes the model's files", folder=folder)
+            is_said = True
+            time.sleep(0.05)
+        stack = stack.pop_all()
+    with stack:
         yield
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _stamp(path: Path) -> list[int]:
@@ -152,19 +172,28 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _stores(folder: Path) -> list[Path]:
+def _cached(folder: Path) -> Path:
+    """Raises RuntimeError where nobody has a home."""
+    return cache_folder("hashes") / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+
+
+def _stores(folder: Path) -> Iterator[Path]:
     """Where the hashes of a folder's files are kept: in it, or where it is read-only, in the cache."""
-    return [folder / HASHES, cache_folder("hashes") / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]]
+    yield folder / HASHES
+    with suppress(RuntimeError):
+        yield _cached(folder)
 
 
-def _read(folder: Path) -> dict[str, list[Any]]:
-    """Whatever is kept that is a hash; a broken file holds none."""
+def _read(folder: Path, stamps: Mapping[str, list[int]]) -> dict[str, list[Any]]:
+    """Whatever is kept that is a hash, and of these files, what has their stamps; a broken file holds
+    none."""
     known: dict[str, list[Any]] = {}
-    for store in reversed(_stores(folder)):
+    for store in _stores(folder):
         with suppress(OSError, ValueError):
             found = json.loads(store.read_text(encoding="utf-8"))
-            items = found.items() if isinstance(found, dict) else ()
-            known |= {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)}
+            for name, entry in found.items() if isinstance(found, dict) else ():
+                if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[0] == stamps.get(name, entry[0]):
+                    known[name] = entry
     return known
 
 

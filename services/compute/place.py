@@ -17,7 +17,7 @@ from services.compute.backends.gathered import ELSEWHERE
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.cache.kv_store import KVStore
-from services.compute.cache.stored_cache import Stored, StoredCache
+from services.compute.cache.stored_cache import NothingStored, Stored, StoredCache
 from services.compute.executor import DrawnTokens
 from services.compute.group.commands import (
     CacheSize,
@@ -250,10 +250,15 @@ def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end:
     has_parts = end is not None and not settings.shard_weights
     if settings.kv_disk is None or not settings.prefix_caching or (isinstance(end, Member) and not has_parts):
         return None
-    folder, size = split_place(settings.kv_disk)
-    if end is not None and has_parts and end.memory_fd is not None:  # all are on this host
-        size //= settings.num_ranks
-    store = KVStore(folder, size, sum(kv_cache.block_bytes), model.cached_part if isinstance(model, Decoder) else "")
+    block_bytes = sum(kv_cache.block_bytes)
+    if not block_bytes:
+        return NothingStored()
+    (folder, size), part = split_place(settings.kv_disk), ""
+    if has_parts and isinstance(model, Decoder):
+        part = model.cached_part
+        if end is not None and end.memory_fd is not None:  # all are on this host
+            size //= model.num_cached_parts
+    store = KVStore(folder, size, block_bytes, part)
     log.info("KV on disk", file=store.path, blocks=store.num_blocks, tokens=store.num_blocks * kv_cache.block_size)
     own = StoredCache(store, kv_cache)
     return StoredRanks(own, end) if isinstance(end, Group) and has_parts else own
@@ -265,6 +270,7 @@ class StoredRanks:
     def __init__(self, own: StoredCache, group: Group) -> None:
         self.own = own
         self.group = group
+        self.read_s = 0.0
         self._is_broken_elsewhere = False
 
     @property
@@ -288,9 +294,11 @@ class StoredRanks:
             return 0
         self.group.send(FindBlocks(tuple(names)))
         num_found = self.own.find(names)
+        self.read_s = self.own.read_s
         for peer in self.group.peers:
             answer: FoundBlocks = self.group.receive(peer.rank)
             self._is_broken_elsewhere |= answer.is_broken
+            self.read_s = max(self.read_s, answer.read_s)
             num_found = min(num_found, answer.count)
         return num_found
 
@@ -311,7 +319,7 @@ def carry_out(command: Any, runners: Sequence[ModelRunner], stored: Stored | Non
     if isinstance(command, SaveBlocks):
         stored.save(command.names, command.block_ids)
     elif isinstance(command, FindBlocks):
-        answer(FoundBlocks(stored.find(command.names), stored.is_broken))
+        answer(FoundBlocks(stored.find(command.names), stored.read_s, stored.is_broken))
     elif isinstance(command, LoadBlocks):
         stored.load(command.block_ids)
 

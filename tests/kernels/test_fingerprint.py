@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.compute.backends.choose import choose_backend
-from services.compute.fingerprint import HASHES, Fingerprint, fingerprint
+from services.compute.fingerprint import HASHES, Fingerprint, _cached, fingerprint
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.prefix_hash import prefix_root
 from shared.process.settings import ComputeSettings
@@ -80,6 +80,27 @@ def test_processes_that_start_at_once_hash_once_also_in_a_folder_that_is_read_on
     found = [process.communicate(timeout=120) for process in processes]
     assert len({answer for answer, _ in found}) == 1 and "model.safetensors" in found[0][0]
     assert sum(log.count("model files hashed") for _, log in found) == 1
+
+
+def test_hashes_in_the_cache_are_found_beside_old_ones_in_a_folder_that_is_read_only(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = fingerprint_of(folder)
+    (folder / HASHES).replace(_cached(folder))
+    (folder / HASHES).write_text(json.dumps({"model.safetensors": [[1, 2, 3, 4], "0" * 64]}))
+    monkeypatch.setattr("services.compute.fingerprint._hash", pytest.fail)
+    assert fingerprint_of(folder) == before
+
+
+def test_who_has_no_home_hashes_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint_of(folder)
+
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    (folder / HASHES).unlink()
+    assert fingerprint_of(folder) == before and (folder / HASHES).is_file()
 
 
 @pytest.mark.parametrize("broken", ["", "[]", "{", '{"model.safetensors": 3}', '{"model.safetensors": [[1]]}', '{"model.safetensors": [[1], 2]}'])

@@ -31,7 +31,7 @@ def wait_ready(deployment: Deployment, compute: str) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("sizes", "num_files"),
-    [((1, 1), 1), ((2, 1), 2), ((3, 1), 3), ((1, 2), 2), ((2, 2), 4)],
+    [((1, 1), 1), ((2, 1), 2), ((3, 1), 2), ((1, 2), 2), ((2, 2), 4)],
     ids=lambda each: f"{each[0]} ranks, {each[1]} stages" if isinstance(each, tuple) else "",
 )
 def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(

@@ -1,8 +1,9 @@
 """A rank of a group, without a model: `python -m tests.stages.group_rank`.
 
 Rank 0 obeys its standard input, a word a line: `step` sends a batch to all and prints their answers,
-`hang` has rank 1 wait for ever, `break` has it raise an error, `sleep` has this process wait in native code for ever, `close` ends
-the group. The others answer each batch with what they find in the memory of all.
+`hang` has rank 1 wait for ever, `break` has it raise an error, `trip` has it do so a second later,
+`sleep` has this process wait in native code for ever, `close` ends the group. The others answer each
+batch with what they find in the memory of all.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from shared.wire.stage import run_stage, start_logging
 COMMAND = (sys.executable, "-m", "tests.stages.group_rank")
 WORD = b"what rank 0 wrote"
 STEP, HANG, BREAK = ScheduledBatch((BatchRow(1, (5, 6), 0, (0,), range(1, 2)),), 0), ScheduledBatch((), 0), ScheduledBatch((), 1)
+TRIP = ScheduledBatch((), 2)
 STEP_TIMEOUT_S = float(os.environ.get("GROUP_STEP_TIMEOUT_S", "60"))
 
 
@@ -48,6 +50,8 @@ def lead(group: Group) -> None:
                 group.send(RunStep(0, HANG))
             case "break":
                 group.send(RunStep(0, BREAK))
+            case "trip":
+                group.send(RunStep(0, TRIP))
             case "sleep":
                 ctypes.CDLL(None).sleep(600)
             case "close":
@@ -62,8 +66,9 @@ def follow(member: Member) -> None:
             if member.rank == 1:
                 ctypes.CDLL(None).sleep(600)
             continue
-        if command == RunStep(0, BREAK):
+        if command in (RunStep(0, BREAK), RunStep(0, TRIP)):
             if member.rank == 1:
+                time.sleep(1.0 if command == RunStep(0, TRIP) else 0.0)
                 raise RuntimeError("a mistake")
             continue
         assert command == RunStep(0, STEP)

@@ -261,13 +261,15 @@ def test_ranks_on_two_hosts_refuse_another_model_on_both_sides(tmp_path: Path) -
 
 
 @pytest.mark.more
-def test_a_rank_of_another_host_that_is_in_a_step_when_the_group_closes_ends_with_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["hang", "trip"])
+def test_a_rank_of_another_host_that_is_in_a_step_when_the_group_closes_ends_with_0(what: str, tmp_path: Path) -> None:
+    """Also if the step fails: whom it waits for may have ended."""
     port = free_port()
     wire = Wire(port)
     head, other = two_hosts(tmp_path, wire, port)
     with running(head, other):
         head.hear()
-        head.say("hang")
+        head.say(what)
         head.say("close")
         assert head.ends() == other.ends() == 0
         assert not any("the group ends" in line or "silent" in line for line in (*head.lines(), *other.lines()))

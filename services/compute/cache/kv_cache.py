@@ -65,8 +65,6 @@ class KVCache:
         ids = to_device(np.array(block_ids, np.int64), self.layers[0].device)
         parts = torch.split(torch.from_numpy(data), self.block_bytes, 1)
         for layer, part in zip(self.layers, parts, strict=True):
-            if not part.numel():
-                continue  # a rank without heads
             values = part.contiguous().view(layer.dtype).view(len(ids), 2, *layer.shape[2:])
             layer[:, ids] = values.transpose(0, 1).to(layer.device)
 

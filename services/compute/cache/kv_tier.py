@@ -87,7 +87,7 @@ class KVTier:
                 started_at = time.perf_counter()
                 num_read = self._read(sequence, asked)
                 if num_read:
-                    seconds = (time.perf_counter() - started_at) / num_read
+                    seconds = self.stored.read_s / num_read  # without steps that other ranks compute first
                     self._block_read_s = seconds if self._block_read_s is None else self._block_read_s + SMOOTHING * (seconds - self._block_read_s)
                     self.num_tokens_read += num_read * self.blocks.block_size
                 if num_read < len(asked):

@@ -3,6 +3,7 @@ writes them, so that a step waits for no disk."""
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -41,6 +42,11 @@ class Stored(Protocol):
         """Copy blocks out of the cache, to be written under these names."""
         ...
 
+    @property
+    def read_s(self) -> float:
+        """How long the last find read, s."""
+        ...
+
     def find(self, names: Sequence[bytes]) -> int:
         """Read the blocks of these names, up to the first that is not there. Returns how many."""
         ...
@@ -62,6 +68,7 @@ class StoredCache:
         self.kv_cache = kv_cache
         self.num_written = self.num_dropped = 0
         self.is_broken = False
+        self.read_s = 0.0
         self._found = np.empty((0, store.block_bytes), np.uint8)
         self._staged_bytes = 0
         self._staged: queue.Queue[tuple[Sequence[bytes], Array] | None] = queue.Queue()
@@ -90,12 +97,13 @@ class StoredCache:
 
     def find(self, names: Sequence[bytes]) -> int:
         self._found = np.empty((len(names), self.store.block_bytes), np.uint8)
-        num_read = 0
+        num_read, started_at = 0, time.perf_counter()
         try:
             while not self.is_broken and num_read < len(names) and self.store.read(names[num_read], memoryview(self._found[num_read])):
                 num_read += 1
         except OSError as error:
             self._give_up(error)
+        self.read_s = time.perf_counter() - started_at
         return num_read
 
     def load(self, block_ids: Sequence[int]) -> None:
@@ -121,3 +129,23 @@ class StoredCache:
         if not self.is_broken:
             log.error("--kv-disk is not used any longer", file=self.store.path, error=error.strerror)
         self.is_broken = True
+
+
+class NothingStored:
+    """A Stored, of a rank that caches nothing: it has no KV heads."""
+
+    num_written = num_dropped = 0
+    is_broken = False
+    read_s = 0.0
+
+    def save(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        pass
+
+    def find(self, names: Sequence[bytes]) -> int:
+        return len(names)
+
+    def load(self, block_ids: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -83,9 +83,11 @@ class FindBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """How many blocks a rank has found; is_broken: it does not use its disk any longer."""
+    """How many blocks a rank has found, and how long it read (s); is_broken: it does not use its disk any
+    longer."""
 
     count: int
+    read_s: float
     is_broken: bool
 
 

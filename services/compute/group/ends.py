@@ -46,6 +46,9 @@ class End:
         if error is None or self._is_over:
             return self._end()
         self._watch.stop()
+        if self._watch.is_closing:  # a step that nobody waits for lost a rank that has ended
+            self._end()
+            sys.exit(0)
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
         self._watch.part(reason, error.exit_code if isinstance(error, StartupError) else 1)
         self._end()

@@ -40,7 +40,7 @@ class Watch(threading.Thread):
         self.busy: tuple[float, str] | None = None  # monotonic, s: since when the main thread carries a command out, and its name
         self.step_timeout_s: float | None = None  # how long that may take
         self._is_ended = False
-        self._is_closing = False  # rank 0 has said that the work is done
+        self.is_closing = False  # rank 0 has said that the work is done
         self._stops_at: float | None = None  # monotonic, s: it has been told to stop, and waits for rank 0 until then
         self._lock = threading.Lock()  # a watch that was stopped ends no process
         self._wakes, self._wake = socket.socketpair()
@@ -87,7 +87,7 @@ class Watch(threading.Thread):
             if kind == "fails":
                 self._end(f"{peer}: {reason}", code, of=peer)
             elif kind == "closes":
-                self._is_closing = True
+                self.is_closing = True
             elif kind == "leaves":
                 log.info("a rank was told to stop, and so the group stops", rank=str(peer))
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -158,7 +158,7 @@ class Watch(threading.Thread):
         with self._lock:
             if self._is_ended:
                 return
-            if self._is_closing:  # the main thread is in a step that nobody waits for
+            if self.is_closing:  # the main thread is in a step that nobody waits for
                 self._exit(0)
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)

@@ -119,6 +119,12 @@ class Decoder:
         heads = range(self.whole.num_kv_heads) if self.cut is None else self.cut.heads[self.cut.rank].kv
         return f"-layers-{layers.start}-{layers.stop}-heads-{heads.start}-{heads.stop}"
 
+    @property
+    def num_cached_parts(self) -> int:
+        """The different parts, of all ranks, that are not empty."""
+        of_heads = 1 if self.cut is None else len({each.kv for each in self.cut.heads if each.kv})
+        return of_heads * (1 if self.stage is None else self.stage.count)
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on what enters these layers of the whole model is kept, of each step; see Taps.
         Ranks that don't speak with other stages keep nothing."""
