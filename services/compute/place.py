@@ -40,7 +40,7 @@ from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
 from services.compute.models.sharded import linears_to_keep, sharded_layer
-from services.compute.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, check_device, choose_interface, join, listen, meet_at
+from services.compute.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, choose_interface, join, listen, meet_at, refuse_shared_device
 from services.compute.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
 from services.compute.parallel.share import WHOLE, Portion, Share, check_stages, layers_of_stage
@@ -147,7 +147,7 @@ def connect(settings: ComputeSettings, device: torch.device, end: Group | Member
                 raise StartupError(f"rank {end.rank} has the device {device.type}, and rank 0 has {rendezvous.device}: the ranks of a group must have the same")
             store = join(host, rendezvous.port, wait)
         if device.type == "cuda":
-            check_device(store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+            refuse_shared_device(store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
         return meet_at(store, end.rank, settings.num_ranks, device, wait)
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [repr(error)])[0]

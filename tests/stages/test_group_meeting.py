@@ -26,7 +26,7 @@ from services.compute.group.identity import LONGEST_HELLO, MAGIC, hello_of
 from services.compute.group.peer import Peer
 from services.compute.group.remote import HELLO_S, connect_to_first, gather_ranks
 from services.compute.models.architectures import read_config
-from services.compute.parallel.distributed import LOOPBACK, check_device, listen
+from services.compute.parallel.distributed import LOOPBACK, listen, refuse_shared_device
 from services.compute.parallel.stage import PipelineStage
 from services.compute.place import Place, connect
 from shared.model.files import DEMO_MODEL, open_model
@@ -192,10 +192,10 @@ def test_a_rank_with_another_device_does_not_meet() -> None:
 
 def test_two_ranks_with_one_gpu_are_refused_in_one_line() -> None:
     store = listen(LOOPBACK, timedelta(seconds=10))
-    check_device(store, 0, "a GPU-1")
-    check_device(store, 1, "a GPU-2")
+    refuse_shared_device(store, 0, "a GPU-1")
+    refuse_shared_device(store, 1, "a GPU-2")
     with pytest.raises(StartupError, match="rank 2 has the same GPU as rank 0: with --master, give each rank of a host its own by CUDA_VISIBLE_DEVICES"):
-        check_device(store, 2, "a GPU-1")
+        refuse_shared_device(store, 2, "a GPU-1")
 
 
 def test_more_stages_than_layers_are_refused_in_one_line() -> None:

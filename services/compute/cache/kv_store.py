@@ -36,8 +36,8 @@ class KVStore:
     """One file. All methods may be called by several threads, and processes."""
 
     def __init__(self, folder: Path, size: int, block_bytes: int, part: str = "") -> None:
-        """size: bytes that the file may take; block_bytes: of every block; part: of blocks that a rank
-        has, which part it is: each has a file of its own. Raises StartupError."""
+        """size: bytes that the file may take; block_bytes: of every block; part: names the part
+        of the layers and heads that blocks hold, which has a file of its own. Raises StartupError."""
         self.block_bytes = block_bytes
         self.num_sets = (size - PAGE) // (WAYS * (block_bytes + ENTRY.size))
         if size > LARGEST:

@@ -45,7 +45,7 @@ def join(host: str, port: int, wait: timedelta) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
 
 
-def check_device(store: Any, rank: int, device: str) -> None:
+def refuse_shared_device(store: Any, rank: int, device: str) -> None:
     """Raises StartupError if a rank before this one has the same device. device: a name of this rank's,
     which no other device of any host has."""
     store.set(f"device of rank {rank}", device)
