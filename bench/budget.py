@@ -27,7 +27,7 @@ from services.compute.backends.cpu.linear import QUANTIZATIONS, Kind, NativeLine
 from services.compute.batch import ScheduledBatch
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.offline import run_step
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
@@ -132,7 +132,7 @@ def run(engine: Engine, case: Case, timer: Timer) -> list[Step]:
         for number in range(case.batch):
             prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(case.context)]
             engine.scheduler.add(
-                Sequence(engine.num_sequences + number, "r", prompt, case.context, SamplingParams(max_tokens=num_out, ignore_eos=True)),
+                Sequence(Request(engine.num_sequences + number, "r", SamplingParams(max_tokens=num_out, ignore_eos=True)), Tokens(prompt, case.context)),
             )
         engine.num_sequences += case.batch
         while run_step(engine.scheduler, decide) is not None:

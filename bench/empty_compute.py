@@ -16,7 +16,7 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
 from services.compute.quarantine import Attempts
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.decision import Draws, decide
 from shared.model.files import open_model
 from shared.process.settings import ComputeSettings, load_settings
@@ -66,15 +66,14 @@ class EmptyCompute:
     def step(self) -> bool:
         """A step of all sequences that are not too far ahead of their logs. Returns whether there were any."""
         everything = [active.sequence for active in self.active.values()]
-        sequences = [each for each in everything if each.num_tokens < each.max_num_tokens and each.num_undecided_tokens < self.run_ahead]
+        sequences = [each for each in everything if len(each.tokens) < each.max_num_tokens and each.tokens.num_undecided < self.run_ahead]
         if not sequences:
             return False
         rows = self.rows(sequences)
         for sequence, token_id in zip(sequences, rows.chosen.tolist(), strict=True):
-            sequence.token_ids.append(token_id)
-            sequence.num_undecided_tokens += 1
+            sequence.tokens.foresee(token_id)
         self.num_steps += 1
-        self.exchange.send(rows, is_urgent=any(each.num_output_tokens == 1 or each.num_tokens == each.max_num_tokens for each in sequences))
+        self.exchange.send(rows, is_urgent=any(each.tokens.num_output == 1 or len(each.tokens) == each.max_num_tokens for each in sequences))
         return True
 
     def rows(self, sequences: list[Sequence]) -> CandidateRows:
@@ -82,18 +81,18 @@ class EmptyCompute:
         count = len(sequences)
         handles, positions = (np.array([getattr(each, name) for each in sequences], np.int32) for name in ("handle", "next_position"))
         places = (31 * handles + positions) % NUM_ROWS
-        counts = np.array([1 if each.params.is_greedy else LISTED for each in sequences], np.int32)
+        counts = np.array([1 if each.request.params.is_greedy else LISTED for each in sequences], np.int32)
         width = int(counts.max())
         token_ids, logits = self.token_ids[places, :width], self.logits[places, :width]
         columns = np.zeros(count, np.int64)
         if width > 1:
-            temperatures = np.array([each.params.temperature for each in sequences])
-            seeds = np.array([each.params.seed for each in sequences], np.uint64)
+            temperatures = np.array([each.request.params.temperature for each in sequences])
+            seeds = np.array([each.request.params.seed for each in sequences], np.uint64)
             columns = decide(Draws(logits, token_ids, counts, np.zeros(count), temperatures, seeds, positions))
         return CandidateRows(
             handles=handles,
             positions=positions,
-            previous_token_ids=np.array([each.token_ids[-1] if each.num_output_tokens else -1 for each in sequences], np.int32),
+            previous_token_ids=np.array([each.tokens.ids[-1] if each.tokens.num_output else -1 for each in sequences], np.int32),
             counts=counts,
             token_ids=token_ids,
             logits=logits,
@@ -117,9 +116,9 @@ class EmptyCompute:
 
     def apply(self, decision: Decision) -> None:
         active = self.active[decision.handle]
-        active.sequence.num_undecided_tokens -= 1
+        active.sequence.tokens.confirm()
         self.num_tokens += 1
-        if decision.token_id != active.sequence.token_ids[active.sequence.num_decided_tokens - 1]:
+        if decision.token_id != active.sequence.tokens.ids[active.sequence.tokens.num_decided - 1]:
             raise RuntimeError("the sampler decided another token than the one foreseen: nothing to measure with")
         if decision.is_finished:
             del self.active[decision.handle]
@@ -137,7 +136,7 @@ class EmptyCompute:
         for delivery in deliveries:
             request, handle = delivery.message, next(self.handles)
             prompt = request.prompt_token_ids.tolist()
-            sequence = Sequence(handle, request.request_id, prompt, len(prompt), request.params, request.eos_token_ids)
+            sequence = Sequence(Request(handle, request.request_id, request.params, request.eos_token_ids), Tokens(prompt))
             self.active[handle] = ActiveRequest(sequence, request, delivery.entry_id, request.gateway_id, scheduled_at=time.time())
         self.exchange.remember([Attempts(has_run=True).record(each.message.request_id) for each in deliveries])
 

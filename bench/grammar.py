@@ -22,7 +22,7 @@ from bench.reduction import BATCH, VOCABULARY, make_engine
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
 from services.compute.engine import Engine
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.model.sampling_params import SamplingParams
@@ -77,7 +77,9 @@ def main() -> None:
 
 def begin(engine: Engine, constraints: Constraints, constraint: Constraint, max_tokens: int) -> list[Sequence]:
     """Sequences whose grammars are compiled, in the scheduler."""
-    sequences = [Sequence(n, str(n), [5] * 100, 100, SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=n), (1,)) for n in range(BATCH)]
+    sequences = [
+        Sequence(Request(n, str(n), SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=n), (1,)), Tokens([5] * 100, 100)) for n in range(BATCH)
+    ]
     for sequence in sequences:
         engine.scheduler.add(sequence)
         constraints.open(sequence, constraint)
@@ -112,7 +114,7 @@ def measure(engine: Engine, constraints: Constraints, constraint: Constraint, nu
             seconds[kind].append(time.perf_counter() - started)
         for sequence, token_id in zip(rows_of, rows.chosen.tolist(), strict=True):
             if kind == "free":  # the same step once more: the sequences keep to their grammars
-                sequence.num_computed_tokens -= 1
+                sequence.kv.num_computed -= 1
             else:
                 scheduler.append(sequence, token_id)
     for sequence in sequences:

@@ -21,7 +21,7 @@ import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
-from services.compute.sequence import BlockTable, Sequence
+from services.compute.sequence import BlockTable, Kv, Request, Sequence, Tokens
 from services.compute.view import make_view
 from shared.model.sampling_params import SamplingParams
 from shared.wire.load import STEP_PARTS
@@ -45,7 +45,9 @@ def cpu_of_a_view() -> tuple[float, int]:
     active = []
     for handle in range(MAX_SEQUENCES_SHOWN):
         table = BlockTable(range(handle, 2 * MAX_SEQUENCES_SHOWN * MAX_BLOCKS_SHOWN, 2 * MAX_SEQUENCES_SHOWN))
-        active.append(ActiveRequest(Sequence(handle, request.request_id, [1], 1, request.params, block_table=table), request, b"1-0", None))
+        active.append(
+            ActiveRequest(Sequence(Request(handle, request.request_id, request.params), Tokens([1], 1), Kv(block_table=table)), request, b"1-0", None)
+        )
     seconds, packed = [], b""
     for _ in range(REPEATS):
         started_at = time.process_time()

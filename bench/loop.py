@@ -67,7 +67,7 @@ def main() -> None:
     from services.compute.candidates.reduction import reduce
     from services.compute.engine import build_engine
     from services.compute.scheduling.offline import run_step
-    from services.compute.sequence import Sequence
+    from services.compute.sequence import Request, Sequence, Tokens
     from shared.model.files import open_model
     from shared.model.sampling_params import SamplingParams
     from shared.process.settings import ComputeSettings, load_settings
@@ -94,7 +94,7 @@ def main() -> None:
         num_steps, started, cpu = 0, time.perf_counter(), time.process_time()
         steps = Steps(engine.scheduler, engine.runner, engine.runner.row_search, is_ahead=True)
         for number, prompt in enumerate(prompts(asked["streams"], asked["num_in"])):
-            engine.scheduler.add(Sequence(number, str(number), prompt, len(prompt), params))
+            engine.scheduler.add(Sequence(Request(number, str(number), params), Tokens(prompt)))
         while engine.scheduler.num_unfinished:
             steps.step() if draws else run_step(engine.scheduler, decide)
             num_steps += 1

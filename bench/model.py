@@ -32,7 +32,7 @@ from services.compute.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings
@@ -53,7 +53,7 @@ class Engine:
         """Returns decode tokens/s (0 if there was no decoding) and prefill tokens/s."""
         for number in range(batch):
             prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(num_in)]
-            self.scheduler.add(Sequence(self.num_sequences + number, "r", prompt, num_in, SamplingParams(max_tokens=num_out)))
+            self.scheduler.add(Sequence(Request(self.num_sequences + number, "r", SamplingParams(max_tokens=num_out)), Tokens(prompt, num_in)))
         self.num_sequences += batch
         tokens, seconds = {"decode": 0, "prefill": 0}, {"decode": 0.0, "prefill": 0.0}
 

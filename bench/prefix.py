@@ -12,7 +12,7 @@ import json
 import random
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 
 SIZES = (1, 8, 16, 32, 64, 128)
@@ -31,7 +31,7 @@ def play(size: int, args: argparse.Namespace) -> tuple[float, float, float]:
         text = list(rng.choice(systems))
         for turn in range(args.turns):
             text += [rng.randrange(50_000) for _ in range(rng.randint(*TURN_TOKENS))]
-            sequence = Sequence(number * args.turns + turn, "r", list(text), len(text), SamplingParams(max_tokens=1))
+            sequence = Sequence(Request(number * args.turns + turn, "r", SamplingParams(max_tokens=1)), Tokens(list(text)))
             matched = blocks.match(sequence)
             part = blocks.match_end(sequence, matched)
             asked += len(text)
@@ -39,11 +39,11 @@ def play(size: int, args: argparse.Namespace) -> tuple[float, float, float]:
             to_token += len(text) - len(matched) * size - (part[1] if part else 0)
             text += [rng.randrange(50_000) for _ in range(rng.randint(*ANSWER_TOKENS))]
             blocks.share(sequence, matched, len(matched) * size)
-            sequence.token_ids = list(text)
+            sequence.tokens.ids = list(text)
             assert blocks.grow(sequence, len(text))
-            held += len(sequence.block_table) * size
+            held += len(sequence.kv.block_table) * size
             filled += len(text)
-            sequence.num_computed_tokens = len(text)
+            sequence.kv.num_computed = len(text)
             blocks.commit(sequence)
             blocks.free(sequence)
     return whole / asked, to_token / asked, 1 - filled / held

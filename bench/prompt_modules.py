@@ -38,7 +38,7 @@ from services.compute.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.new_step import advance
-from services.compute.sequence import BlockTable, Sequence
+from services.compute.sequence import BlockTable, Kv, Request, Sequence, Tokens
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
@@ -115,13 +115,13 @@ class Reader:
         """The sum of the last tokens' log probabilities, and how many of them are the likeliest. segments: none: one text."""
         layout = Layout(segments, BLOCK_SIZE) if segments else None
         slots = list(token_ids) if layout is None else layout.pad(token_ids)
-        sequence = Sequence(0, "", slots, len(slots), SamplingParams(), layout=layout, block_table=BlockTable(range(-(-len(slots) // BLOCK_SIZE))))
+        sequence = Sequence(Request(0, "", SamplingParams(), layout=layout), Tokens(slots), Kv(block_table=BlockTable(range(-(-len(slots) // BLOCK_SIZE)))))
         total, num_likeliest = 0.0, 0
         while sequence.num_uncomputed_tokens:
             row = advance(sequence, min(sequence.longest_chunk, CHUNK))
             first = max(len(slots) - num_last, row.num_computed_tokens + 1)
-            if sequence.num_computed_tokens > len(slots) - num_last:
-                row = replace(row, first_target=first, target_ids=tuple(slots[first : sequence.num_computed_tokens + 1]))
+            if sequence.kv.num_computed > len(slots) - num_last:
+                row = replace(row, first_target=first, target_ids=tuple(slots[first : sequence.kv.num_computed + 1]))
             batch = ScheduledBatch((replace(row, sampled=range(0)),), 0)
             hidden = self.runner.run(batch)
             at = 0

@@ -22,7 +22,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings
@@ -47,7 +47,7 @@ def main() -> None:
         cases: dict[str, Callable[[], object]] = {"step": step}
         for name, logits in make_logits().items():
             for kind, params in KINDS.items():
-                sequences = [Sequence(handle, "r", [1, 2], 1, params) for handle in range(BATCH)]
+                sequences = [Sequence(Request(handle, "r", params), Tokens([1, 2], 1)) for handle in range(BATCH)]
                 cases[f"{kind}, {name}"] = partial(reduce, logits, sequences, engine.runner.row_search)
         cases["reading the logits once"] = lambda: logits.max()
         seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -76,7 +76,7 @@ def make_engine(model: Path) -> Engine:
 def make_step(engine: Engine) -> Callable[[], object]:
     """A decode step of BATCH sequences with 128 tokens each."""
     for number in range(BATCH):
-        engine.scheduler.add(Sequence(number, str(number), [number] * 127, 127, SamplingParams(max_tokens=20)))
+        engine.scheduler.add(Sequence(Request(number, str(number), SamplingParams(max_tokens=20)), Tokens([number] * 127, 127)))
 
     def prefill(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
         engine.runner.forward(batch)

@@ -23,7 +23,7 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.hardware import HARDWARE
 from services.compute.simulation.models import MODELS
 from services.compute.simulation.roofline import Roofline, Work, kv_tokens
@@ -58,7 +58,7 @@ class StaticBatching(SeparateSteps):
     """Nobody begins until all that began together have ended."""
 
     def _admit(self, step: NewStep, budget: int) -> None:
-        if all(sequence.num_output_tokens <= 1 for sequence in self.running.values()):
+        if all(sequence.tokens.num_output <= 1 for sequence in self.running.values()):
             super()._admit(step, budget)
 
 
@@ -207,7 +207,7 @@ def step_microseconds(running: int, *, churn: bool) -> float:
     scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=running, max_batched_tokens=running + 2048)
     params = SamplingParams(max_tokens=1000)
     for number in range(running + 400):
-        scheduler.add(Sequence(number, str(number), [number] * 100, 100, params, arrived_at=float(number)))
+        scheduler.add(Sequence(Request(number, str(number), params, arrived_at=float(number)), Tokens([number] * 100, 100)))
     seconds = []
     for _ in range(300):
         started = time.perf_counter()

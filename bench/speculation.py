@@ -36,7 +36,7 @@ from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine, build_engine
 from services.compute.flight import collect, launch, rows_still_valid
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.control import Control
 from services.compute.speculation.make import make_proposers
@@ -142,7 +142,7 @@ class Loop:
         for prompt, params, constraint in asked:
             self.num_sequences += 1
             ends = () if constraint is None and params.stop_token_ids == () else self.eos_token_ids
-            sequence = Sequence(self.num_sequences, "r", list(prompt), len(prompt), params, ends)
+            sequence = Sequence(Request(self.num_sequences, "r", params, ends), Tokens(list(prompt)))
             if constraint is not None:
                 self.constraints.open(sequence, constraint)
             sequences.append(sequence)
@@ -161,9 +161,9 @@ class Loop:
         for sequence in sequences:
             speculation.forget(sequence.handle)
             self.constraints.forget(sequence.handle)
-        answers = [each.token_ids[each.num_prompt_tokens :] for each in sequences]
+        answers = [each.tokens.ids[each.tokens.num_prompt :] for each in sequences]
         if isinstance(self.chains, Imposer):
-            self.chains.answers = {each.params.seed: answer for each, answer in zip(sequences, answers, strict=True)}
+            self.chains.answers = {each.request.params.seed: answer for each, answer in zip(sequences, answers, strict=True)}
         total = speculation.total
         tally = Tally(
             total.num_drafts - before.num_drafts, total.num_draft_tokens - before.num_draft_tokens, total.num_accepted_tokens - before.num_accepted_tokens
@@ -202,7 +202,7 @@ class Loop:
             sequence = self.scheduler.get(handle)
             for _ in range(count):
                 self.scheduler.confirm(sequence)
-            if sequence.is_ending:
+            if sequence.tokens.is_ending:
                 self.scheduler.finish(sequence, is_complete=True)
         speculation.timed(batch, time.perf_counter() - began)
         return batch.num_decodes == len(batch.rows), sum(collected.decided.values())

@@ -83,5 +83,5 @@ class Imposer(Recorder):
 
     def _as_seen(self, wanted: Wanted, count: int, stood: int) -> list[int]:
         sequence = wanted.sequence
-        answer = self.answers[sequence.params.seed][sequence.num_output_tokens :][:count]
+        answer = self.answers[sequence.request.params.seed][sequence.tokens.num_output :][:count]
         return [token_id if at < stood else (token_id + 1) % self.vocab_size for at, token_id in enumerate(answer)]

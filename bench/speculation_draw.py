@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from bench.quality import MODES, WINDOW, choose_model, docstrings, read
 from services.compute.backends.choose import choose_backend
 from services.compute.candidates.reduction import reduce
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.tools.calibration.texts import split
 from shared.model.arrays import Array
 from shared.model.files import open_model
@@ -80,7 +80,7 @@ def compare(target: torch.Tensor, draft: torch.Tensor, params: SamplingParams, n
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int) -> Array:
     """Each row's token, by the product's own draw."""
-    sequences = [Sequence(row, "bench", [0], 1, replace(params, seed=(seed << 32) + row)) for row in range(len(logits))]
+    sequences = [Sequence(Request(row, "bench", replace(params, seed=(seed << 32) + row)), Tokens([0], 1)) for row in range(len(logits))]
     return reduce(logits.clone(), sequences, choose_backend(torch.bfloat16, CPU).row_search).chosen
 
 

@@ -22,7 +22,7 @@ from bench.speculation import encode, kinds
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 
@@ -40,7 +40,7 @@ def engine_of(files: ModelFiles, quantization: str) -> Engine:
 def answer(engine: Engine, prompt: list[int], num_tokens: int, handle: int) -> list[int]:
     """The model's own greedy answer."""
     params = replace(kinds()[0].params, max_tokens=num_tokens)
-    sequence = Sequence(handle, "r", list(prompt), len(prompt), params, ())
+    sequence = Sequence(Request(handle, "r", params, ()), Tokens(list(prompt)))
     engine.scheduler.add(sequence)
 
     def decide(batch: ScheduledBatch, _: list[Sequence]) -> list[int]:
@@ -48,7 +48,7 @@ def answer(engine: Engine, prompt: list[int], num_tokens: int, handle: int) -> l
 
     while engine.scheduler.num_unfinished:
         run_step(engine.scheduler, decide)
-    return sequence.token_ids[len(prompt) :]
+    return sequence.tokens.ids[len(prompt) :]
 
 
 def ranks_of(engine: Engine, prompt: list[int], answered: list[int]) -> list[int]:

@@ -28,7 +28,7 @@ from services.compute.candidates.edits import Kind, TokenEdits, edit_on_device, 
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.candidates.row_mask import num_bytes
 from services.compute.candidates.rows import CandidateRows
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
 
@@ -208,7 +208,7 @@ def check_draws(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
         logits[3] /= 8
     logits[0] = logits[0].round()
     logits[-1, 3:] = -torch.inf
-    sequences = [Sequence(row, "r", [1, 2], 1, SamplingParams(seed=row, **DRAWS[row % len(DRAWS)])) for row in range(rows)]
+    sequences = [Sequence(Request(row, "r", SamplingParams(seed=row, **DRAWS[row % len(DRAWS)])), Tokens([1, 2], 1)) for row in range(rows)]
 
     def drawn(some: slice) -> tuple[Array, CandidateRows]:
         reduction = begin_reduction(logits[some].to(backend.device), [sequence.prefix() for sequence in sequences[some]], backend.row_search)

@@ -21,7 +21,7 @@ from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.weights.loader import load_weights
 from shared.model.files import text_config
 from shared.model.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ class LoadedModel:
         runner, blocks = self.make_runner(num_blocks), BlockManager(num_blocks, 16)
         scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=len(prompts), max_batched_tokens=max_batched_tokens)
         params = SamplingParams(max_tokens=num_tokens)
-        sequences = [Sequence(number, str(number), list(prompt), len(prompt), params) for number, prompt in enumerate(prompts)]
+        sequences = [Sequence(Request(number, str(number), params), Tokens(list(prompt))) for number, prompt in enumerate(prompts)]
         logits: dict[int, list[Tensor]] = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             scheduler.add(sequence)
@@ -67,7 +67,7 @@ class LoadedModel:
 
         while scheduler.num_unfinished:
             run_step(scheduler, decide)
-        return [Answer(each.token_ids[each.num_prompt_tokens :], torch.stack(logits[each.handle])) for each in sequences]
+        return [Answer(each.tokens.ids[each.tokens.num_prompt :], torch.stack(logits[each.handle])) for each in sequences]
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -120,13 +120,13 @@ def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], dr
         sequences: list[Sequence] = []
         for params in draws:
             for prompt in make_prompts(model.model.config.vocab_size, lengths):
-                sequence = Sequence(len(sequences), str(len(sequences)), list(prompt), len(prompt), params, eos_token_ids=tuple(range(0, 60, 4)))
+                sequence = Sequence(Request(len(sequences), str(len(sequences)), params, eos_token_ids=tuple(range(0, 60, 4))), Tokens(list(prompt)))
                 sequences.append(sequence)
                 scheduler.add(sequence)
         steps = Steps(scheduler, runner, backend.row_search, is_ahead=is_ahead)
         while scheduler.num_unfinished:
             steps.step()
-        found.append([each.token_ids[each.num_prompt_tokens :] for each in sequences])
+        found.append([each.tokens.ids[each.tokens.num_prompt :] for each in sequences])
         num_surplus = steps.num_surplus
     mode = str(backend.dtype).removeprefix("torch.")
     return FlightCheck(mode, sum(map(len, found[0])), num_surplus, found[0] == found[1])

@@ -28,7 +28,7 @@ from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.trace import TraceRequest
 from services.compute.tools.make_model import SHAPES, Shape, config_json
 from shared.model.sampling_params import SamplingParams
@@ -239,10 +239,10 @@ def begun(scheduler: Scheduler, count: int, num_tokens: int, num_computed: int) 
     """Sequences that run, of so many tokens each, as if the first num_computed were computed: what is in the cache does not change how long a step takes."""
     sequences = []
     for handle in range(count):
-        sequence = Sequence(handle, str(handle), [7 + at % 1000 for at in range(num_tokens)], num_tokens, DRAW)
+        sequence = Sequence(Request(handle, str(handle), DRAW), Tokens([7 + at % 1000 for at in range(num_tokens)], num_tokens))
         has_grown = scheduler.block_manager.grow(sequence, num_tokens)
         assert has_grown
-        sequence.num_computed_tokens = num_computed
+        sequence.kv.num_computed = num_computed
         scheduler.running[handle] = sequence
         sequences.append(sequence)
     return sequences
@@ -337,7 +337,7 @@ def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *
     for number, request in enumerate(requests):
         prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(request.num_prompt_tokens)]
         params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0)
-        sequences[number] = Sequence(number, str(number), prompt, len(prompt), params)
+        sequences[number] = Sequence(Request(number, str(number), params), Tokens(prompt))
         scheduler.add(sequences[number])
     steps, started = Steps(scheduler, runner, backend.row_search, is_ahead=is_ahead), time.perf_counter()
     while scheduler.num_unfinished:
@@ -347,8 +347,8 @@ def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *
             begun_at, sequence = first.setdefault(handle, now), sequences[handle]
             if sequence.is_finished:
                 served.ttft_s.append(begun_at)
-                served.num_output_tokens += sequence.num_output_tokens
-                if sequence.num_output_tokens > 1:
-                    served.tpot_s.append((now - begun_at) / (sequence.num_output_tokens - 1))
+                served.num_output_tokens += sequence.tokens.num_output
+                if sequence.tokens.num_output > 1:
+                    served.tpot_s.append((now - begun_at) / (sequence.tokens.num_output - 1))
     served.seconds = time.perf_counter() - started
     return served.summary()

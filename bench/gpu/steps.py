@@ -38,6 +38,6 @@ class Steps:
         for key in collected.rows.keys:
             sequence = flight.rows[key].sequence
             self.scheduler.confirm(sequence)
-            if sequence.is_ending:
+            if sequence.tokens.is_ending:
                 self.scheduler.finish(sequence, is_complete=True)
         return collected

@@ -11,7 +11,7 @@ from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.quarantine import Attempts, Quarantine
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.speculation import Speculation
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.segments import Layout, length_of
@@ -84,10 +84,10 @@ class Admitter:
             self.images.forget(active.sequence.handle)
         if (tally := self.speculation.forget(active.sequence.handle)).num_drafts:
             log.info(
-                "drafts of a request", request_id=active.request.request_id, num_drafts=tally.num_drafts, num_draft_tokens=tally.num_draft_tokens,
+                "drafts of a request", request_id=active.message.request_id, num_drafts=tally.num_drafts, num_draft_tokens=tally.num_draft_tokens,
                 num_accepted_tokens=tally.num_accepted_tokens,
             )  # fmt: skip
-        del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
+        del self.active[active.sequence.handle], self._handle_by_request[active.message.request_id]
 
     @property
     def num_wanted(self) -> int:
@@ -195,7 +195,7 @@ class Admitter:
         except Invalid as invalid:
             self._refuse(delivery, RequestError(str(invalid), invalid.status, invalid.param, invalid.code))
             return None
-        return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
+        return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.tokens.num_output)
 
     def _is_another_s(self, delivery: Delivery, logged: list[TokenEvent]) -> bool:
         """Whether a replica has the fingerprint of the request's last token, and a free place, and
@@ -249,26 +249,27 @@ class Admitter:
         params = replace(request.params, prompt_logprobs=None) if logged else request.params
         scheduling = request.scheduling
         return Sequence(
-            next(self._handles),
-            request.request_id,
-            prompt + [event.token_id for event in logged if event.token_id is not None],
-            len(prompt),
-            params,
-            request.eos_token_ids,
-            priority=scheduling.priority,
-            arrived_at=request.created_at,
-            deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
-            group_id=scheduling.group_id or None,
-            cache_salt=scheduling.cache_salt,
-            tenant_id=scheduling.tenant_id,
-            dry_breakers=unpack_breakers(request.dry_breakers),
-            prediction=request.prediction_token_ids.tolist(),
-            layout=layout,
-            images=placed.runs,
-            positions=placed.positions,
-            position_shift=placed.position_shift,
-            sees_whole_images=self.images is not None and self.images.family.num_whole > 0,
-            embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
+            Request(
+                next(self._handles),
+                request.request_id,
+                params,
+                request.eos_token_ids,
+                priority=scheduling.priority,
+                arrived_at=request.created_at,
+                deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
+                group_id=scheduling.group_id or None,
+                cache_salt=scheduling.cache_salt,
+                tenant_id=scheduling.tenant_id,
+                dry_breakers=unpack_breakers(request.dry_breakers),
+                prediction=request.prediction_token_ids.tolist(),
+                layout=layout,
+                images=placed.runs,
+                positions=placed.positions,
+                position_shift=placed.position_shift,
+                sees_whole_images=self.images is not None and self.images.family.num_whole > 0,
+                embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
+            ),
+            Tokens(prompt + [event.token_id for event in logged if event.token_id is not None], len(prompt)),
         )
 
     def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
@@ -283,14 +284,14 @@ class Admitter:
                 continue
             self.active[sequence.handle] = active
             self.num_claimed += delivery.was_claimed
-            self._handle_by_request[sequence.request_id] = sequence.handle
+            self._handle_by_request[sequence.request.request_id] = sequence.handle
             if attempts is not None:
-                self.quarantine.hold(sequence, attempts, is_prepared=is_prepared(active.request))
+                self.quarantine.hold(sequence, attempts, is_prepared=is_prepared(active.message))
                 continue
-            if delivery.entry_id in verdicts and sequence.num_output_tokens:
+            if delivery.entry_id in verdicts and sequence.tokens.num_output:
                 self.quarantine.watch(sequence)
             begun.append(active)
-        if opening := [active.sequence for active in begun if is_prepared(active.request)]:
+        if opening := [active.sequence for active in begun if is_prepared(active.message)]:
             # a grammar may kill while it is compiled, and an image while it is encoded
             self.exchange.remember(self.quarantine.told(opening, has_run=True))
             self.exchange.publish_held()
@@ -301,8 +302,8 @@ class Admitter:
         """The quarantine's verdicts on requests that dead replicas left, by entry."""
         if not orphans:
             return {}
-        logged = [active.sequence.num_output_tokens for _, active in orphans]
-        found = self.quarantine.judge([active.request.request_id for _, active in orphans], logged)
+        logged = [active.sequence.tokens.num_output for _, active in orphans]
+        found = self.quarantine.judge([active.message.request_id for _, active in orphans], logged)
         num_suspects = sum(each is not None for each in found)
         log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
         return dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
@@ -330,7 +331,7 @@ class Admitter:
 
     def begin(self, sequence: Sequence) -> None:
         """Hand a sequence to the scheduler; with a constraint, once its grammar is compiled."""
-        constraint = self.active[sequence.handle].request.constraint
+        constraint = self.active[sequence.handle].message.constraint
         if constraint is None:
             self.queue(sequence)
         else:
@@ -338,11 +339,11 @@ class Admitter:
 
     def queue(self, sequence: Sequence) -> None:
         """The sequence waits for its turn; with images, once they are embeddings."""
-        request = self.active[sequence.handle].request
+        request = self.active[sequence.handle].message
         if self.images is None or not request.images or self.images.has(sequence, request.images):
             self.scheduler.add(sequence)
         else:
-            self.images.open(sequence, response_of(sequence.request_id), request.images)
+            self.images.open(sequence, response_of(sequence.request.request_id), request.images)
 
     def is_scheduled(self, sequence: Sequence) -> bool:
         """Whether the scheduler has it, among those that wait or those that run."""

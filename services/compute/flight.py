@@ -54,7 +54,7 @@ def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey
     found: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         sequence = scheduler.running.get(row.handle)
-        if sequence is not None and sequence.num_computed_tokens == row.num_context_tokens:
+        if sequence is not None and sequence.kv.num_computed == row.num_context_tokens:
             prefixes = [Prefix(sequence, row.num_computed_tokens + index + 1) for index in row.sampled]
             found.update({prefix.key: prefix for prefix in prefixes})
     return found
@@ -70,10 +70,11 @@ def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: 
         if prefixes:
             rows.update({prefix.key: prefix for prefix in prefixes})
             sequence = prefixes[-1].sequence
-            if sequence.num_tokens > prefixes[-1].num_tokens:
+            if len(sequence.tokens) > prefixes[-1].num_tokens:
                 scheduler.truncate(sequence, prefixes[-1].num_tokens)
-            scheduler.append(sequence, PENDING, is_decided=False)
-            sequence.is_ending = sequence.num_output_tokens >= (sequence.params.max_tokens or 1)
+            sequence.tokens.foresee(PENDING)
+            if sequence.tokens.num_output >= (sequence.request.params.max_tokens or 1):
+                sequence.tokens.end()
     token_ids = reduction.searching.drawn
     drawn = None if token_ids is None else DrawnTokens(token_ids, {key: row for row, key in enumerate(edited)})
     return Flight(batch, hidden, reduction, rows, began_at, drawn)
@@ -100,16 +101,15 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
             continue
         standing = stands(prefixes, chosen)
         last, sequence = standing[-1], prefixes[0].sequence
-        token_id, num_computed = chosen[last.key], sequence.num_computed_tokens
-        if len(standing) < len(prefixes):
-            scheduler.settle(sequence, range(prefixes[0].num_tokens, last.num_tokens), token_id)
-            sequence.is_ending = is_end(last, token_id)
-        else:
-            sequence.foreseen_drafts.extend(range(prefixes[0].num_tokens, last.num_tokens))
-            sequence.is_ending = sequence.is_ending or is_end(last, token_id)
-            scheduler.reveal(sequence, token_id, is_continued=drawn.get(last.key) == token_id and not sequence.is_ending)
-            num_surplus += num_computed - sequence.num_computed_tokens
-        is_urgent |= sequence.is_ending or standing[0].position == 1
+        token_id, num_computed = chosen[last.key], sequence.kv.num_computed
+        all_stand, is_last = len(standing) == len(prefixes), is_end(last, token_id)
+        is_continued = all_stand and not is_last and not sequence.tokens.is_ending and drawn.get(last.key) == token_id
+        scheduler.settle(sequence, token_id, num_standing=len(standing) - 1, is_continued=is_continued)
+        if is_last:
+            sequence.tokens.end()
+        if all_stand:
+            num_surplus += num_computed - sequence.kv.num_computed
+        is_urgent |= sequence.tokens.is_ending or standing[0].position == 1
         decided[row.handle] = len(standing)
         kept.update(prefix.key for prefix in standing)
     if len(kept) < len(chosen):
@@ -123,7 +123,7 @@ def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
     standing = [prefixes[0]]
     for before, prefix in pairwise(prefixes):
         token_id = chosen[before.key]
-        if prefix.sequence.token_ids[before.num_tokens] != token_id or is_end(before, token_id) or prefix.key not in chosen:
+        if prefix.sequence.tokens.ids[before.num_tokens] != token_id or is_end(before, token_id) or prefix.key not in chosen:
             break
         standing.append(prefix)
     return standing
@@ -131,11 +131,11 @@ def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
 
 def is_end(prefix: Prefix, token_id: int) -> bool:
     """Whether the sequence ends with this token behind the prefix, as far as compute knows."""
-    sequence = prefix.sequence
-    return token_id in sequence.eos_token_ids or token_id in sequence.params.stop_token_ids or prefix.position >= (sequence.params.max_tokens or 1)
+    request = prefix.sequence.request
+    return token_id in request.end_token_ids or prefix.position >= (request.params.max_tokens or 1)
 
 
 def is_waiting(prefix: Prefix) -> bool:
     """Whether the token after it is still PENDING, or a draft: its sequence has neither ended nor
     been truncated since the step was launched."""
-    return not prefix.sequence.is_finished and prefix.sequence.is_pending
+    return not prefix.sequence.is_finished and prefix.sequence.tokens.is_pending

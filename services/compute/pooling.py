@@ -35,7 +35,7 @@ def pool(states: Array, batch: ScheduledBatch, get: Callable[[int], Sequence]) -
         if row.sampled:
             continue  # of a text, which may have ended with this step
         sequence = get(row.handle)
-        if sequence.embedding is not None and row.num_context_tokens == sequence.num_prompt_tokens:
+        if sequence.request.embedding is not None and row.num_context_tokens == sequence.tokens.num_prompt:
             vector = embedding_of(sequence)
             if np.isfinite(vector).all():
                 embeddings[row.handle] = vector
@@ -46,9 +46,9 @@ def pool(states: Array, batch: ScheduledBatch, get: Callable[[int], Sequence]) -
 
 def embedding_of(sequence: Sequence) -> Array:
     """The vector that was asked for, [dimensions] float32. A vector of zeros stays one."""
-    asked = sequence.embedding
+    asked = sequence.request.embedding
     assert asked is not None and sequence.pooled is not None
-    whole = sequence.pooled / (sequence.num_prompt_tokens if asked.pooling == "mean" else 1)
+    whole = sequence.pooled / (sequence.tokens.num_prompt if asked.pooling == "mean" else 1)
     vector = whole[: asked.dimensions]
     length = float(np.sqrt(np.square(vector).sum()))
     found: Array = (vector / length if asked.is_normalized and length > 0.0 else vector).astype(np.float32)

@@ -55,7 +55,7 @@ class Trial:
 
     @property
     def record(self) -> Record:
-        return replace(self.attempts, num_begun=self.attempts.num_begun + self.is_blamed).record(self.sequence.request_id)
+        return replace(self.attempts, num_begun=self.attempts.num_begun + self.is_blamed).record(self.sequence.request.request_id)
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Quarantine:
 
     def watch(self, sequence: Sequence) -> None:
         """A claimed sequence above suspicion: suspects wait until it has gone on."""
-        self.recovering[sequence.handle] = (sequence, sequence.num_decided_tokens)
+        self.recovering[sequence.handle] = (sequence, sequence.tokens.num_decided)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -96,9 +96,9 @@ class Quarantine:
     def step(self, add: Callable[[Sequence], None]) -> frozenset[int]:
         """Before each step: free who has gone on, and begin the next suspects by `add`. Returns the
         handles that run apart."""
-        for handle in [handle for handle, (sequence, count) in self.recovering.items() if sequence.num_decided_tokens > count]:
+        for handle in [handle for handle, (sequence, count) in self.recovering.items() if sequence.tokens.num_decided > count]:
             del self.recovering[handle]
-        for handle in [handle for handle, trial in self.begun.items() if trial.sequence.num_decided_tokens > trial.num_tokens]:
+        for handle in [handle for handle, trial in self.begun.items() if trial.sequence.tokens.num_decided > trial.num_tokens]:
             del self.begun[handle]
         if self.suspects and not self.begun and not self.recovering:
             self._begin(add)
@@ -123,7 +123,7 @@ class Quarantine:
         """The records to write before these sequences do something that may kill, and (has_run
         False) after it went well before any step."""
         return [
-            Attempts(0, each.num_decided_tokens - each.num_prompt_tokens, has_run).record(each.request_id)
+            Attempts(0, each.tokens.num_decided - each.tokens.num_prompt, has_run).record(each.request.request_id)
             for each in sequences
             if each.handle not in self.begun
         ]
@@ -138,7 +138,7 @@ class Quarantine:
         chosen = [each for each in alike if unit_of(self.suspects[each][0]) in units]
         for handle in chosen:
             sequence, attempts, is_prepared = self.suspects.pop(handle)
-            self.begun[handle] = Trial(sequence, attempts, sequence.num_decided_tokens, is_blamed=is_prepared, is_preparing=is_prepared)
+            self.begun[handle] = Trial(sequence, attempts, sequence.tokens.num_decided, is_blamed=is_prepared, is_preparing=is_prepared)
         if is_prepared:
             self._write([self.begun[handle].record for handle in chosen])
         for handle in chosen:
@@ -153,7 +153,7 @@ class Quarantine:
 
 def unit_of(sequence: Sequence) -> str | int:
     """Choices of one prompt are tried together."""
-    return sequence.group_id or sequence.handle
+    return sequence.request.group_id or sequence.handle
 
 
 def queue_records(pipe: Pipeline, records: Iterable[Record]) -> None:

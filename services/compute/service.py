@@ -186,7 +186,7 @@ class ComputeService:
         self.hold_back([rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late})
         self.flight = launch(batch, hidden, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
-        is_embedding = any(not row.sampled and get(row.handle).embedding is not None for row in batch.rows)
+        is_embedding = any(not row.sampled and get(row.handle).request.embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
             self.collect(self.flight)
         if is_embedding:
@@ -199,9 +199,9 @@ class ComputeService:
         if new := [active for active in chunks if not active.scheduled_at]:
             for active in new:
                 active.scheduled_at = started_at
-            groups = {active.sequence.group_id for active in new} - {None}
+            groups = {active.sequence.request.group_id for active in new} - {None}
             if groups:  # the other choices of a prompt are blamed with the first
-                new += [active for active in self.active.values() if active.sequence.group_id in groups and not active.scheduled_at]
+                new += [active for active in self.active.values() if active.sequence.request.group_id in groups and not active.scheduled_at]
             self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
         self.exchange.publish_held()
 
@@ -275,9 +275,9 @@ class ComputeService:
         if active is None:
             return  # ended by an earlier one of this batch
         sequence = active.sequence
-        at = sequence.num_decided_tokens
+        at = sequence.tokens.num_decided
         if decision.token_id == LOST:
-            log.warning("Redis has lost a part of a log, computing it again", request_id=sequence.request_id, num_tokens=at)
+            log.warning("Redis has lost a part of a log, computing it again", request_id=sequence.request.request_id, num_tokens=at)
             self.give_up(active, "log lost")
             self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id]))
             return
@@ -286,21 +286,19 @@ class ComputeService:
             self.end(active, tell_sampler=False, is_complete=False, outcome="ended elsewhere")
             return
         self.num_output_tokens += 1
-        if at < sequence.num_tokens and sequence.token_ids[at] == decision.token_id:
+        if at < len(sequence.tokens) and sequence.tokens.ids[at] == decision.token_id:
             self.scheduler.confirm(sequence)
         else:
-            log.warning("decided token differs from the predicted one", request_id=sequence.request_id, position=decision.position)
+            log.warning("decided token differs from the predicted one", request_id=sequence.request.request_id, position=decision.position)
             self.drop_surplus(active, at, decision.position)
             self.scheduler.append(sequence, decision.token_id)
         if decision.is_finished:
             self.drop_surplus(active, at + 1, decision.position)
             self.end(active, tell_sampler=False, is_complete=True, outcome="finished")
-        elif not sequence.num_undecided_tokens:
-            sequence.is_ending = False
 
     def drop_surplus(self, active: ActiveRequest, num_tokens: int, position: int) -> None:
         """Drop tokens foreseen beyond the first num_tokens, and the rows after that position."""
-        self.num_surplus_tokens += active.sequence.num_tokens - num_tokens
+        self.num_surplus_tokens += len(active.sequence.tokens) - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
         self.exchange.undecided.forget(active.sequence.handle, position)
 
@@ -309,7 +307,7 @@ class ComputeService:
         num_surplus = min(self.admitter.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
-        waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.num_output_tokens and each.handle not in self.scheduler.apart]
+        waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.tokens.num_output and each.handle not in self.scheduler.apart]
         surplus = [self.active[each.handle] for each in sorted(waiting, key=lambda each: (each.rank, each.handle))[-num_surplus:]]
         self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id for active in surplus]))
         for active in surplus:
@@ -338,13 +336,13 @@ class ComputeService:
         the next step."""
         sequence = active.sequence
         self.stage.transport.run(
-            lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_ids)
+            lambda pipe: end_request(pipe, self.model, sequence.request.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_ids)
         )
         self.end(active, tell_sampler=True, is_complete=False, outcome="failed" if error else "cancelled")
         log.info(
             "request failed" if error else "request cancelled",
-            request_id=sequence.request_id,
-            num_output_tokens=sequence.num_output_tokens,
+            request_id=sequence.request.request_id,
+            num_output_tokens=sequence.tokens.num_output,
             error=error.message if error else "-",
         )
 
@@ -368,7 +366,7 @@ class ComputeService:
         active_by_entry = {active.entry_id: active for active in self.active.values()}
         for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
             active = active_by_entry[entry_id]
-            log.warning("taken over by another replica", request_id=active.request.request_id)
+            log.warning("taken over by another replica", request_id=active.message.request_id)
             self.give_up(active, "taken over")
 
     def upkeep(self) -> None:
@@ -382,7 +380,7 @@ class ComputeService:
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):
             if active.gateway_id in gone:
-                log.info("nobody reads this request", request_id=active.request.request_id, gateway_id=active.gateway_id)
+                log.info("nobody reads this request", request_id=active.message.request_id, gateway_id=active.gateway_id)
                 self.cancel(active)
 
     def on_heartbeat(self, pipe: Pipeline) -> None:

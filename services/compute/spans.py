@@ -52,7 +52,7 @@ class RequestSpans:
                 if (progress := self._progress.get(row.handle)) is not None:
                     progress.num_steps += 1
         for row in batch.rows[batch.num_decodes :]:
-            if (each := active.get(row.handle)) is not None and each.request.traceparent:
+            if (each := active.get(row.handle)) is not None and each.message.traceparent:
                 self._chunk(each, row, max(started_at, each.scheduled_at), ended_at)
 
     def _chunk(self, active: ActiveRequest, row: BatchRow, started_at: float, ended_at: float) -> None:
@@ -69,7 +69,7 @@ class RequestSpans:
 
     def ended(self, active: ActiveRequest, outcome: str) -> None:
         """The request has ended here. outcome: a reason of its end, or `taken over`."""
-        if not active.request.traceparent:
+        if not active.message.traceparent:
             return
         now, sequence = time.time(), active.sequence
         progress = self._progress.pop(sequence.handle, None)
@@ -79,13 +79,13 @@ class RequestSpans:
             self._prefill(progress, progress.chunks[-1].ended_at)
         if progress.decoding_since:
             said: Attributes = {
-                "penstock.num_steps": progress.num_steps, "penstock.num_output_tokens": sequence.num_decided_tokens - sequence.num_prompt_tokens,
+                "penstock.num_steps": progress.num_steps, "penstock.num_output_tokens": sequence.tokens.num_decided - sequence.tokens.num_prompt,
                 "penstock.num_preemptions": sequence.num_preemptions, "penstock.outcome": outcome,
             }  # fmt: skip
             self._record("decode", active, progress.decoding_since, now, said)
 
     def _queue(self, active: ActiveRequest, ended_at: float, outcome: str = "scheduled") -> None:
-        started_at = active.taken_at if active.was_claimed else active.request.tokenized_at or active.taken_at
+        started_at = active.taken_at if active.was_claimed else active.message.tokenized_at or active.taken_at
         said: Attributes = {"penstock.was_claimed": active.was_claimed, "penstock.num_logged_tokens": active.num_logged_tokens, "penstock.outcome": outcome}
         self._record("queue", active, started_at, ended_at, said)
 
@@ -102,4 +102,4 @@ class RequestSpans:
         progress.chunks, progress.num_chunks = [], 0
 
     def _record(self, name: str, active: ActiveRequest, started_at: float, ended_at: float, said: Attributes) -> str:
-        return self.tracer.record(name, active.request.traceparent, started_at, ended_at, {"penstock.request_id": active.request.request_id, **said})
+        return self.tracer.record(name, active.message.traceparent, started_at, ended_at, {"penstock.request_id": active.message.request_id, **said})

@@ -42,8 +42,8 @@ class StepsInStages:
         """Sequences that have lost their blocks since: the drafts of their rows come to nothing, too."""
         for row in step.batch.rows:
             sequence, first = step.sequences[row.handle], row.num_computed_tokens + row.sampled.start + 1
-            is_valid = row.handle in self.scheduler.running and sequence.num_computed_tokens == row.num_context_tokens
-            if len(row.sampled) > 1 and not is_valid and not sequence.is_finished and sequence.num_tokens > first:
+            is_valid = row.handle in self.scheduler.running and sequence.kv.num_computed == row.num_context_tokens
+            if len(row.sampled) > 1 and not is_valid and not sequence.is_finished and len(sequence.tokens) > first:
                 self.scheduler.truncate(sequence, first)
 
     def empty(self) -> None:

@@ -26,24 +26,24 @@ def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterabl
 
 def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> SequenceView:
     sequence: Sequence = active.sequence
-    block_ids, num_computed = list(sequence.block_table), sequence.num_computed_tokens
-    if sequence.layout is not None:
-        num_computed = sequence.layout.num_tokens_in(num_computed)
+    block_ids, num_computed = list(sequence.kv.block_table), sequence.kv.num_computed
+    if sequence.request.layout is not None:
+        num_computed = sequence.request.layout.num_tokens_in(num_computed)
     return SequenceView(
-        request_id=sequence.request_id,
+        request_id=sequence.request.request_id,
         is_running=is_running,
         sampler_id=active.sampler_id,
-        priority=sequence.priority,
+        priority=sequence.request.priority,
         num_prompt_tokens=sequence.num_prompt_ids,
         num_cached_tokens=sequence.num_cached_tokens,
         num_computed_tokens=num_computed,
-        num_output_tokens=sequence.num_output_tokens,
-        num_undecided_tokens=sequence.num_undecided_tokens,
+        num_output_tokens=sequence.tokens.num_output,
+        num_undecided_tokens=sequence.tokens.num_undecided,
         num_preemptions=sequence.num_preemptions,
         num_blocks=len(block_ids),
         block_runs=runs_of(block_ids[:MAX_BLOCKS_SHOWN]),
-        created_at=active.request.created_at,
-        tokenized_at=active.request.tokenized_at,
+        created_at=active.message.created_at,
+        tokenized_at=active.message.tokenized_at,
         taken_at=active.taken_at,
         scheduled_at=active.scheduled_at,
         num_accepted_tokens=tally.num_accepted_tokens,

@@ -12,7 +12,7 @@ from services.compute.backends.cuda.graphs import MOST_TOKENS, recorded_sizes
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.model_runner import ModelRunner
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
@@ -32,7 +32,7 @@ def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
         batch = make_step(runner, lens)
         hidden = runner.run(batch)
         for params in DRAWS:
-            sequences = [Sequence(row.handle, "", list(row.token_ids), row.num_tokens, params) for row in batch.rows]
+            sequences = [Sequence(Request(row.handle, "", params), Tokens(list(row.token_ids), row.num_tokens)) for row in batch.rows]
             reduce(runner.logits(batch, hidden), sequences, runner.row_search)
     if runner.model.takes_segments:
         runner.run(make_step(runner, [1, longest], has_holes=True))

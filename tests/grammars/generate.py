@@ -12,7 +12,7 @@ from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
 from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.grammar import Vocabulary, load_vocabulary
@@ -62,7 +62,7 @@ def generate(asked: list[Constraint | None], *, temperature: float, max_tokens: 
     sequences = []
     for handle, constraint in enumerate(asked):
         own = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + handle, **params)
-        sequence = Sequence(handle, str(handle), list(prompt), len(prompt), own, EOS)
+        sequence = Sequence(Request(handle, str(handle), own, EOS), Tokens(list(prompt)))
         sequences.append(sequence)
         if constraint is None:
             scheduler.add(sequence)
@@ -97,11 +97,11 @@ def decide(constraints: Constraints, errors: dict[int, RequestError], batch: Sch
 
 
 def is_at_its_end(sequence: Sequence) -> bool:
-    return sequence.token_ids[-1] in EOS or sequence.num_output_tokens == sequence.params.max_tokens
+    return sequence.tokens.ids[-1] in EOS or sequence.tokens.num_output == sequence.request.params.max_tokens
 
 
 def answer_of(sequence: Sequence, error: RequestError | None) -> Answer:
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    output = sequence.tokens.ids[sequence.tokens.num_prompt :]
     if error is not None:
         return Answer("", tuple(output), "error", error)
     is_stopped = output[-1] in EOS

@@ -10,7 +10,7 @@ from services.compute.candidates.draw import place_of, within_tail
 from services.compute.candidates.reduction import reduce
 from services.compute.candidates.rows import CandidateRows
 from services.compute.candidates.truncation import cumulative_mass
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.arrays import Array
 from shared.model.decision import Draws, decide, pad, pick
 from shared.model.sampling_params import SamplingParams
@@ -27,8 +27,8 @@ def sent(rows: CandidateRows, which: list[int]) -> StepCandidates:
 
 def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
     """A sampler's decisions: it knows the requests' parameters, and of the row what the message says."""
-    seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
-    temperatures = np.array([sequence.params.temperature for sequence in sequences])
+    seeds = np.array([sequence.request.params.seed for sequence in sequences], np.uint64)
+    temperatures = np.array([sequence.request.params.temperature for sequence in sequences])
     if len(step.temperatures):
         temperatures = np.where(step.temperatures >= 0, step.temperatures, temperatures)
     logits, token_ids = pad(step.logits, step.counts, -np.inf), pad(step.token_ids, step.counts, 0)
@@ -45,7 +45,7 @@ def draw_many(logits: torch.Tensor, params: SamplingParams, num_draws: int, sear
     seeds = numbers.astype(np.uint64) if has_history else (numbers // POSITIONS).astype(np.uint64) + np.uint64(params.seed)
     positions = np.full(num_draws, len(output or []) + 1, np.int32) if has_history else (numbers % POSITIONS + 1).astype(np.int32)
     edited = logits[None].clone()
-    step = sent(reduce(edited, [Sequence(0, "r", [7, 8, *(output or [])], 2, params)], search), [0])
+    step = sent(reduce(edited, [Sequence(Request(0, "r", params), Tokens([7, 8, *(output or [])], 2))], search), [0])
     temperature = step.temperatures[0] if len(step.temperatures) and step.temperatures[0] >= 0 else params.temperature
     count, tail_mass = int(step.counts[0]), np.repeat(step.tail_mass, num_draws)
     columns = decide(
@@ -62,7 +62,10 @@ def draw_many(logits: torch.Tensor, params: SamplingParams, num_draws: int, sear
     tokens[won] = order[place_of(mass, within_tail(np.full(len(won), mass[count - 1]), tail_mass[won], seeds[won], positions[won]))]
     some = np.union1d(numbers[:COMPARED], won[:COMPARED])
     sequences = [
-        Sequence(row, "r", [7, 8, *(output if output is not None else [0] * (positions[draw] - 1))], 2, dataclasses.replace(params, seed=int(seeds[draw])))
+        Sequence(
+            Request(row, "r", dataclasses.replace(params, seed=int(seeds[draw]))),
+            Tokens([7, 8, *(output if output is not None else [0] * (positions[draw] - 1))], 2),
+        )
         for row, draw in enumerate(some)
     ]
     rows = reduce(logits.repeat(len(some), 1), sequences, search)

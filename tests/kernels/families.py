@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.weights.gguf_modules import load_gguf_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
@@ -198,13 +199,19 @@ class Engine:
         params = SamplingParams(max_tokens=num_tokens, prompt_logprobs=prompt_logprobs)
         layouts = [Layout(each, self.scheduler.block_manager.block_size) for each in segments] if segments else [None] * len(prompts)
         placed = [list(prompt) if layout is None else layout.pad(prompt) for prompt, layout in zip(prompts, layouts, strict=True)]
-        sequences = [
-            Sequence(number, str(number), prompt, len(prompt), params, group_id=group_id, layout=layout)
-            for number, (prompt, layout) in enumerate(zip(placed, layouts, strict=True))
-        ]
-        for sequence, seen in zip(sequences, images or [], strict=bool(images)):
-            sequence.images, sequence.positions, sequence.position_shift = seen.runs, seen.positions, seen.position_shift
-            sequence.sees_whole_images = sees_whole_images
+        requests = [Request(number, str(number), params, group_id=group_id, layout=layout) for number, layout in enumerate(layouts)]
+        if images:
+            requests = [
+                replace(
+                    request,
+                    images=seen.runs,
+                    positions=seen.positions,
+                    position_shift=seen.position_shift,
+                    sees_whole_images=sees_whole_images,
+                )
+                for request, seen in zip(requests, images, strict=True)
+            ]
+        sequences = [Sequence(request, Tokens(prompt)) for request, prompt in zip(requests, placed, strict=True)]
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -214,19 +221,19 @@ class Engine:
             assert score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search) == {}
             self.num_scored += sum(len(row.target_ids) for row in batch.rows)
             for sequence, row in zip(sampled, self.runner.logits(batch, hidden), strict=True):
-                if sequence.num_output_tokens == 0:
+                if sequence.tokens.num_output == 0:
                     self.prompts[sequence.handle] = prompt_logprobs_of(sequence)
                 self.logits[sequence.handle].append(row.clone())
-                is_first_choice = group_id is None or sequence.num_output_tokens > 0
+                is_first_choice = group_id is None or sequence.tokens.num_output > 0
                 yield int(row.argmax() if is_first_choice else row.argsort(descending=True)[sequence.handle])
 
         def is_over(sequence: Sequence) -> bool:
-            return sequence.num_output_tokens == num_tokens or sequence.token_ids[-1] == eos
+            return sequence.tokens.num_output == num_tokens or sequence.tokens.ids[-1] == eos
 
         while self.scheduler.num_unfinished:
             assert run_step(self.scheduler, decide, is_over=is_over) is not None
         assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
-        return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+        return [sequence.tokens.ids[sequence.tokens.num_prompt :] for sequence in sequences]
 
 
 @torch.inference_mode()

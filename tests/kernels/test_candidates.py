@@ -17,7 +17,7 @@ from services.compute.candidates.chain import NOT_FINITE
 from services.compute.candidates.reduction import reduce
 from services.compute.candidates.rows import CandidateRows
 from services.compute.candidates.sorted_head import SortedHead
-from services.compute.sequence import RowKey, Sequence
+from services.compute.sequence import Request, RowKey, Sequence, Tokens
 from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
@@ -104,7 +104,7 @@ def test_a_draw_does_not_depend_on_the_batch(search: RowSearch) -> None:
     ]  # fmt: skip
 
     def sequences() -> list[Sequence]:
-        return [Sequence(handle, "r", [1, 2, 3], 2, each) for handle, each in enumerate(params)]
+        return [Sequence(Request(handle, "r", each), Tokens([1, 2, 3], 2)) for handle, each in enumerate(params)]
 
     together = reduce(logits.clone(), sequences(), search)
     for row, sequence in enumerate(sequences()):
@@ -142,7 +142,7 @@ def random_step(rng: random.Random, num_rows: int) -> tuple[torch.Tensor, list[S
     tied = torch.tensor([rng.random() < 0.3 for _ in range(num_rows)])
     logits[tied] = (logits[tied] * 2).round() / 2
     outputs = [rng.choices(range(20), k=rng.randrange(12)) for _ in range(num_rows)]
-    return logits, [Sequence(number, "r", [7, 8, *output], 2, random_params(rng), eos_token_ids=(1,)) for number, output in enumerate(outputs)]
+    return logits, [Sequence(Request(number, "r", random_params(rng), eos_token_ids=(1,)), Tokens([7, 8, *output], 2)) for number, output in enumerate(outputs)]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -152,7 +152,7 @@ def test_what_compute_foresees_is_what_the_sampler_decides(seed: int) -> None:
     logits, sequences = random_step(rng, 300)
     rows = reduce(logits, sequences, SEARCH)
     assert not rows.failures and rows.handles.tolist() == list(range(300))
-    assert rows.previous_token_ids.tolist() == [sequence.token_ids[-1] if sequence.num_output_tokens else -1 for sequence in sequences]
+    assert rows.previous_token_ids.tolist() == [sequence.tokens.ids[-1] if sequence.tokens.num_output else -1 for sequence in sequences]
     for sampler in range(3):
         which = [row for row in range(300) if row % 5 % 3 == sampler]
         assert decided(sent(rows, which), [sequences[row] for row in which]).tolist() == rows.chosen[which].tolist()
@@ -185,7 +185,7 @@ def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str], search: RowS
         params, spoil, _ = FAULTS[name]
         spoil(logits[row])
         prompt = [7, VOCAB + 5] if "penalty" in name else [7, 8]
-        sequences[row] = Sequence(row, "r", [*prompt, 4], 2, params)
+        sequences[row] = Sequence(Request(row, "r", params), Tokens([*prompt, 4], 2))
     alone = {row: reduce(logits[row : row + 1].clone(), [sequence], search) for row, sequence in enumerate(sequences)}
     together = reduce(logits.clone(), sequences, search)
     assert sorted(together.failures) == [(row, 2) for row in sorted(bad)]
@@ -202,7 +202,7 @@ def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str], search: RowS
 
 def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a row's edits fail the device is asked; and what it says, or that its memory is full, ends the step."""
-    bad = Sequence(0, "r", [7, 8], 2, SamplingParams(logit_bias={VOCAB: 1.0}))
+    bad = Sequence(Request(0, "r", SamplingParams(logit_bias={VOCAB: 1.0})), Tokens([7, 8], 2))
     assert reduce(make_logits(1.0)[None], [bad], SEARCH).failures
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("a CPU has no CUDA"))
     ensure_works(torch.device("cpu"))
@@ -219,7 +219,7 @@ def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch)
     nan = torch.full((1, VOCAB), torch.nan)
     with monkeypatch.context() as patch:
         patch.setattr(reduction_module, "ensure_works", broken)
-        for logits, sequence in ((make_logits(1.0)[None], bad), (nan, Sequence(0, "r", [7, 8], 2, SamplingParams()))):
+        for logits, sequence in ((make_logits(1.0)[None], bad), (nan, Sequence(Request(0, "r", SamplingParams()), Tokens([7, 8], 2)))):
             with pytest.raises(torch.AcceleratorError):
                 reduce(logits, [sequence], SEARCH)
     for name in ("edits_of", "reduce_found"):
@@ -232,7 +232,7 @@ def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch)
 def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, [40, 2000]] = 1.0
-    rows = reduce(logits, [Sequence(handle, "r", [1], 1, SamplingParams(temperature=0.0)) for handle in range(2)], SEARCH)
+    rows = reduce(logits, [Sequence(Request(handle, "r", SamplingParams(temperature=0.0)), Tokens([1], 1)) for handle in range(2)], SEARCH)
     assert rows.token_ids.tolist() == [[0], [40]]
     assert rows.counts.tolist() == [1, 1]
 
@@ -297,8 +297,8 @@ def test_min_tokens_bans_what_would_end_the_answer() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, [9, 10]] = 50.0
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=(10,))
-    early = Sequence(0, "r", [1, 2], 2, params, eos_token_ids=(9,))
-    late = Sequence(1, "r", [1, 2, 3], 2, params, eos_token_ids=(9,))
+    early = Sequence(Request(0, "r", params, eos_token_ids=(9,)), Tokens([1, 2], 2))
+    late = Sequence(Request(1, "r", params, eos_token_ids=(9,)), Tokens([1, 2, 3], 2))
     assert reduce(logits, [early, late], SEARCH).token_ids[:, 0].tolist() == [0, 9]
 
 
@@ -307,7 +307,7 @@ def test_bytes_of_a_step_are_kilobytes() -> None:
     logits = torch.randn(32, 151_936, generator=torch.Generator().manual_seed(0)) * 3
     sizes = {}
     for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": SamplingParams(top_p=0.9, temperature=0.8), "plain": SamplingParams()}.items():
-        rows = reduce(logits.clone(), [Sequence(handle, "r", [1], 1, params) for handle in range(32)], SEARCH)
+        rows = reduce(logits.clone(), [Sequence(Request(handle, "r", params), Tokens([1], 1)) for handle in range(32)], SEARCH)
         sizes[name] = len(encode(rows.message(list(range(32)), "compute-0123456789ab", 1000, (), [])))
     assert sizes["greedy"] < 2_000
     assert sizes["top-p"] == sizes["plain"] < 20_000

@@ -14,7 +14,7 @@ from services.compute.backends.backend import RowSearch
 from services.compute.backends.choose import choose_backend
 from services.compute.candidates.chain import is_applied, truncate
 from services.compute.candidates.reduction import reduce
-from services.compute.sequence import RowKey, Sequence
+from services.compute.sequence import Request, RowKey, Sequence, Tokens
 from shared.model.noise import TOKEN, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.wire.messages import encode
@@ -164,7 +164,7 @@ def test_a_row_of_the_chain_does_not_depend_on_its_company(search: RowSearch) ->
     params = [SamplingParams(seed=1), *(each for each, _ in CASES.values()), SamplingParams(temperature=0.0, logprobs=5, chain=ChainParams(1.0))]
 
     def sequences() -> list[Sequence]:
-        return [Sequence(handle, "r", [1, 2, 3], 2, each) for handle, each in enumerate(params)]
+        return [Sequence(Request(handle, "r", each), Tokens([1, 2, 3], 2)) for handle, each in enumerate(params)]
 
     together = reduce(logits.clone(), sequences(), search)
     for row, sequence in enumerate(sequences()):
@@ -176,7 +176,7 @@ def test_logprobs_are_those_of_the_row_before_the_chain() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(8)) * 2
     expected = torch.log_softmax(logits[0].double(), dim=0)
     params = SamplingParams(logprobs=4, seed=3, chain=ChainParams(typical_p=0.3, xtc_probability=1.0))
-    rows = reduce(logits.clone(), [Sequence(0, "r", [1, 2], 2, params)], SEARCH)
+    rows = reduce(logits.clone(), [Sequence(Request(0, "r", params), Tokens([1, 2], 2))], SEARCH)
     listed = rows.token_ids[0, : rows.counts[0]]
     np.testing.assert_allclose(rows.logits[0, : rows.counts[0]] - rows.logsumexp[0], expected[torch.from_numpy(listed).long()], atol=1e-5)
 
@@ -186,5 +186,5 @@ def test_a_row_that_is_not_finite_is_its_own_failure(wrong: float) -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
     logits[0, 17] = wrong
     params = SamplingParams(chain=ChainParams(typical_p=0.5))
-    found = reduce(logits, [Sequence(handle, "r", [1], 1, params) for handle in range(2)], SEARCH)
+    found = reduce(logits, [Sequence(Request(handle, "r", params), Tokens([1], 1)) for handle in range(2)], SEARCH)
     assert list(found.failures) == [(0, 1)] and "not finite" in found.failures[RowKey(0, 1)].message and found.handles.tolist() == [1]

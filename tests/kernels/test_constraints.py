@@ -4,7 +4,6 @@ import json
 import shutil
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +27,7 @@ from services.compute.candidates.edits import apply_edits, edits_of
 from services.compute.candidates.matcher import replay
 from services.compute.candidates.reduction import reduce
 from services.compute.candidates.row_mask import allowed_tokens, bits_of
-from services.compute.sequence import Prefix, RowKey, Sequence
+from services.compute.sequence import Prefix, Request, RowKey, Sequence, Tokens
 from shared.model import grammar
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
@@ -53,7 +52,7 @@ def ids_of(mask: Any, size: int = VOCAB) -> set[int]:
 
 
 def sequence_of(output: list[int], *, handle: int = 0, num_undecided: int = 0, eos: tuple[int, ...] = EOS, **params: Any) -> Sequence:
-    return Sequence(handle, str(handle), [5, *output], 1, SamplingParams(**{"max_tokens": 100, **params}), eos, num_undecided_tokens=num_undecided)
+    return Sequence(Request(handle, str(handle), SamplingParams(**{"max_tokens": 100, **params}), eos), Tokens([5, *output], 1, num_undecided=num_undecided))
 
 
 def opened(constraints: Constraints, sequence: Sequence, constraint: Constraint) -> None:
@@ -201,7 +200,7 @@ def check_masks(constraints: Constraints, prefixes: list[Prefix]) -> None:
     masks = masking.result()
     assert not masks.failures and not masks.late and list(masks.by_row) == [prefix.key for prefix in prefixes]
     for prefix in prefixes:
-        assert ids_of(masks.by_row[prefix.key]) == expected(SCHEMA, prefix.sequence.token_ids[1 : prefix.num_tokens])
+        assert ids_of(masks.by_row[prefix.key]) == expected(SCHEMA, prefix.sequence.tokens.ids[1 : prefix.num_tokens])
 
 
 @examples(40)
@@ -212,20 +211,19 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
     opened(constraints, sequence, SCHEMA)
     for _ in range(data.draw(st.integers(5, 25))):
         move = data.draw(st.sampled_from(["foresee", "foresee", "foresee", "confirm", "truncate", "ask"]))
-        output = sequence.token_ids[1:]
+        output = sequence.tokens.ids[1:]
         if move == "foresee":
             choices = sorted(expected(SCHEMA, output) - set(EOS))
             if choices:
-                sequence.token_ids.append(data.draw(st.sampled_from(choices)))
-                sequence.num_undecided_tokens += 1
-        elif move == "confirm" and sequence.num_undecided_tokens:
-            sequence.num_undecided_tokens -= 1
-        elif move == "truncate" and sequence.num_undecided_tokens:
-            sequence.drop_tokens(data.draw(st.integers(sequence.num_decided_tokens, sequence.num_tokens - 1)))
+                sequence.tokens.foresee(data.draw(st.sampled_from(choices)))
+        elif move == "confirm" and sequence.tokens.num_undecided:
+            sequence.tokens.confirm()
+        elif move == "truncate" and sequence.tokens.num_undecided:
+            sequence.tokens.truncate(data.draw(st.integers(sequence.tokens.num_decided, len(sequence.tokens) - 1)))
         elif move == "ask":
-            first = data.draw(st.integers(sequence.num_decided_tokens, sequence.num_tokens))
-            check_masks(constraints, [Prefix(sequence, num_tokens) for num_tokens in range(first, sequence.num_tokens + 1)])
-    output = sequence.token_ids[1:]
+            first = data.draw(st.integers(sequence.tokens.num_decided, len(sequence.tokens)))
+            check_masks(constraints, [Prefix(sequence, num_tokens) for num_tokens in range(first, len(sequence.tokens) + 1)])
+    output = sequence.tokens.ids[1:]
     assert ids_of(mask_of(constraints, sequence)) == expected(SCHEMA, output)
     successor = make_constraints()  # at another replica
     opened(successor, sequence, SCHEMA)
@@ -253,8 +251,8 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
     first = sequence_of([])
     opened(constraints, first, wide)
     for _ in range(60):
-        first.token_ids.append(int(rng.choice(letters)))
-        assert ids_of(mask_of(constraints, first)) == expected(wide, first.token_ids[1:])
+        first.tokens.append(int(rng.choice(letters)))
+        assert ids_of(mask_of(constraints, first)) == expected(wide, first.tokens.ids[1:])
     assert 0 < len(replayed) < 30
     second = sequence_of(letters[:2], handle=1)
     opened(constraints, second, wide)
@@ -268,7 +266,7 @@ def test_masks_of_several_tokens_outlive_what_is_worn_out(monkeypatch: pytest.Mo
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
     sequence = sequence_of([int(rng.choice(letters)) for _ in range(70)])
-    opened(constraints, replace(sequence, token_ids=sequence.token_ids[:1]), wide)
+    opened(constraints, Sequence(sequence.request, Tokens(sequence.tokens.ids[:1])), wide)
     constraints.matchers[0].sequence = sequence
     constraints.matchers[0].grammar.seconds = compiling_s
     for first in (1, 11, 31, 36, 51, 61):
@@ -277,7 +275,7 @@ def test_masks_of_several_tokens_outlive_what_is_worn_out(monkeypatch: pytest.Mo
         masks = masking.result()
         assert not masks.failures and not masks.late
         for key, mask in masks.by_row.items():
-            assert ids_of(mask) == expected(wide, sequence.token_ids[1 : key.position])
+            assert ids_of(mask) == expected(wide, sequence.tokens.ids[1 : key.position])
     assert replayed
 
 
@@ -381,9 +379,9 @@ def test_a_row_whose_mask_is_late_sits_out_and_the_others_go_on() -> None:
     assert masking is not None and masking.result(0.0).late == {(1, 1)}
     constraints.hold_back([1])
     for letter in letters:  # nobody waits for it
-        other.token_ids.append(letter)
+        other.tokens.append(letter)
         assert constraints.sitting_out() == {1}
-        assert ids_of(mask_of(constraints, other)) == expected(ANY, other.token_ids[1:])
+        assert ids_of(mask_of(constraints, other)) == expected(ANY, other.tokens.ids[1:])
     held.may_go_on.set()
     wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
     assert ids_of(mask_of(constraints, slow)) == expected(ANY, [])
@@ -396,12 +394,12 @@ def test_a_row_whose_masks_take_long_has_them_filled_before_it_runs(monkeypatch:
     masks_of(constraints, sequence)
     constraints.hold_back([0])
     for letter in tokenizer().encode('[{"a"').ids:
-        sequence.token_ids.append(letter)
+        sequence.tokens.append(letter)
         assert constraints.sitting_out() == {0}
         wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
         masking = constraints.start([sequence.prefix()])
         assert masking is not None and masking.filling is None
-        assert ids_of(masking.result(0.0).by_row[sequence.prefix().key]) == expected(SCHEMA, sequence.token_ids[1:])
+        assert ids_of(masking.result(0.0).by_row[sequence.prefix().key]) == expected(SCHEMA, sequence.tokens.ids[1:])
 
 
 def test_whatever_goes_wrong_with_a_matcher_is_its_row_s_alone() -> None:
@@ -412,7 +410,7 @@ def test_whatever_goes_wrong_with_a_matcher_is_its_row_s_alone() -> None:
     masks_of(constraints, *sequences)
     constraints.matchers[1].state = cast(LLMatcher, Broken())
     for sequence in sequences:
-        sequence.token_ids.append(tokenizer().token_to_id("a"))
+        sequence.tokens.append(tokenizer().token_to_id("a"))
     masks = masks_of(constraints, *sequences)
     assert sorted(masks.by_row) == [(0, 2), (2, 2)] and list(masks.failures) == [(1, 2)]
     assert "is broken" in masks.failures[RowKey(1, 2)].message
@@ -482,4 +480,4 @@ def test_an_answer_that_takes_many_slices_to_replay_is_where_it_was(monkeypatch:
     constraints, sequence = make_constraints(), sequence_of(tokenizer().encode('[{"a": 12, "b": "x').ids)
     monkeypatch.setattr(module, "REPLAY_SLICE_S", 1e-9)
     opened(constraints, sequence, SCHEMA)
-    assert ids_of(mask_of(constraints, sequence)) == expected(SCHEMA, sequence.token_ids[1:])
+    assert ids_of(mask_of(constraints, sequence)) == expected(SCHEMA, sequence.tokens.ids[1:])

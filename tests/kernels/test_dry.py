@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.compute.backends.choose import choose_backend
 from services.compute.candidates.dry import MAX_REPEAT, dry_penalties
 from services.compute.candidates.reduction import reduce
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.dry_breakers import Breakers, pack_breakers, unpack_breakers
 from shared.model.sampling_params import DryParams, SamplingParams
 from tests.examples import examples
@@ -107,7 +107,7 @@ def test_a_row_loses_what_goes_on_with_a_repetition() -> None:
     """… 1 2 3 … 1 2: the third would be 3. Not if a breaker stands before it; nor once the history is cut back to where nothing repeats."""
     logits = torch.zeros(1, 50)
     request = SamplingParams(temperature=0.0, logprobs=1, dry=DryParams(2.0, allowed_length=2))
-    sequence = Sequence(0, "r", [9, 1, 2, 3, 8, 1, 2], 5, request)
+    sequence = Sequence(Request(0, "r", request), Tokens([9, 1, 2, 3, 8, 1, 2], 5, num_undecided=1))
 
     def penalized(sequence: Sequence) -> list[int]:
         row = logits.clone()
@@ -116,6 +116,6 @@ def test_a_row_loses_what_goes_on_with_a_repetition() -> None:
         return np.flatnonzero(row[0].numpy()).tolist()
 
     assert penalized(sequence) == [3]
-    assert penalized(Sequence(0, "r", sequence.token_ids, 5, request, dry_breakers={1: [()]})) == []
-    sequence.drop_tokens(6)
+    assert penalized(Sequence(Request(0, "r", request, dry_breakers={1: [()]}), Tokens(sequence.tokens.ids, 5))) == []
+    sequence.tokens.truncate(6)
     assert penalized(sequence) == []

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.decoder import Decoder
-from services.compute.sequence import BlockTable, Sequence
+from services.compute.sequence import BlockTable, Request, Sequence, Tokens
 from services.compute.speculation import eagle
 from services.compute.speculation.eagle import EagleProposer
 from services.compute.speculation.eagle_file import EagleWeights, is_eagle, read_eagle
@@ -187,8 +187,8 @@ def row(handle: int, token_ids: list[int], first: int, last: int, table: tuple[i
 
 
 def wanted(handle: int, token_ids: list[int], table: tuple[int, ...], most: int, params: SamplingParams = GREEDY) -> Wanted:
-    sequence = Sequence(handle, "", list(token_ids), 3, params)
-    sequence.block_table = BlockTable(table)
+    sequence = Sequence(Request(handle, "", params), Tokens(list(token_ids), 3))
+    sequence.kv.block_table = BlockTable(table)
     return Wanted(sequence, most)
 
 

@@ -18,7 +18,7 @@ from services.compute.engine import build_engine
 from services.compute.model_runner import ModelRunner
 from services.compute.pooling import NOT_FINITE, pool
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
@@ -44,7 +44,7 @@ ENCODERS: dict[str, PretrainedConfig] = {
 def embed(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]], asked: EmbeddingParams) -> list[Any]:
     """compute's loop without Redis: the vectors, in the order of the prompts."""
     sequences = [
-        Sequence(number, str(number), list(prompt), len(prompt), SamplingParams(max_tokens=0), embedding=asked) for number, prompt in enumerate(prompts)
+        Sequence(Request(number, str(number), SamplingParams(max_tokens=0), embedding=asked), Tokens(list(prompt))) for number, prompt in enumerate(prompts)
     ]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -157,7 +157,7 @@ def test_any_chunks_make_the_same_vector(chunks: list[int], pooling: Any, seed: 
     states = np.random.default_rng(seed).standard_normal((sum(chunks), 4), np.float32) * 1000
 
     def run(lengths: list[int]) -> bytes:
-        sequence = Sequence(1, "1", [7] * sum(chunks), sum(chunks), SamplingParams(max_tokens=0), embedding=asked)
+        sequence = Sequence(Request(1, "1", SamplingParams(max_tokens=0), embedding=asked), Tokens([7] * sum(chunks), sum(chunks)))
         first = 0
         found: dict[int, Any] = {}
         for length in lengths:
@@ -178,7 +178,8 @@ def test_any_chunks_make_the_same_vector(chunks: list[int], pooling: Any, seed: 
 
 def test_numbers_that_are_none_fail_their_own_request() -> None:
     sequences = {
-        number: Sequence(number, str(number), [7], 1, SamplingParams(max_tokens=0), embedding=EmbeddingParams("mean", is_normalized=False)) for number in (1, 2)
+        number: Sequence(Request(number, str(number), SamplingParams(max_tokens=0), embedding=EmbeddingParams("mean", is_normalized=False)), Tokens([7], 1))
+        for number in (1, 2)
     }
     rows = tuple(BatchRow(number, (7,), 0, (), pooled=range(1)) for number in sequences)
     found, failures = pool(np.array([[np.nan], [2.0]], np.float32), ScheduledBatch(rows, 0), sequences.__getitem__)

@@ -139,12 +139,12 @@ def fill(tier: KVTier, tokens: list[int], seed: int) -> list[torch.Tensor]:
     assert tier.blocks.grow(sequence, len(tokens))
     generator = torch.Generator().manual_seed(seed)
     for layer in stored(tier).kv_cache.layers:
-        part = layer[:, sequence.block_table]
-        layer[:, sequence.block_table] = torch.randint(0, 200, part.view(torch.uint8).shape, generator=generator, dtype=torch.uint8).view(part.dtype)
-    sequence.num_computed_tokens = len(tokens)
+        part = layer[:, sequence.kv.block_table]
+        layer[:, sequence.kv.block_table] = torch.randint(0, 200, part.view(torch.uint8).shape, generator=generator, dtype=torch.uint8).view(part.dtype)
+    sequence.kv.num_computed = len(tokens)
     tier.blocks.commit(sequence)
     tier.save()
-    kept = [layer[:, sequence.block_table[: len(tokens) // 16]].clone() for layer in stored(tier).kv_cache.layers]
+    kept = [layer[:, sequence.kv.block_table[: len(tokens) // 16]].clone() for layer in stored(tier).kv_cache.layers]
     tier.blocks.free(sequence)
     return kept
 
@@ -159,7 +159,7 @@ def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path
     again = make_tier(tmp_path, group)
     same, other, salted = make_sequence(1, tokens, 1), make_sequence(2, [*tokens[:40], *range(30)], 1), make_sequence(3, tokens, 1, cache_salt="s")
     wait_until(lambda: again.restore([same, other, salted], None), description="all is read, in steps of 20 ms")
-    assert all(each.is_restored for each in (same, other, salted))
+    assert all(each.kv.is_restored for each in (same, other, salted))
     found = again.blocks.match(same)
     assert len(found) == 11 and len(again.blocks.match(other)) == 2 and again.blocks.match(salted) == []
     for layer, blocks in zip(stored(again).kv_cache.layers, kept, strict=True):
@@ -209,7 +209,7 @@ def test_a_full_disk_ends_the_tier_and_nothing_else(tmp_path: Path, monkeypatch:
         time.sleep(0.05)
     assert tier.stored.is_broken and tier.stored.num_written == 0
     sequence = make_sequence(1, list(range(500, 600)), 1)
-    assert tier.restore([sequence], None) and sequence.is_restored
+    assert tier.restore([sequence], None) and sequence.kv.is_restored
     fill(tier, list(range(200, 300)), seed=2)
     tier.close()
 

@@ -16,7 +16,7 @@ from services.compute.backends.backend import Backend
 from services.compute.backends.matrix import Dense
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import reduce
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.medusa import MedusaHeads, MedusaProposer, guess
 from services.compute.speculation.medusa_file import HeadWeights, read_medusa
 from services.compute.speculation.proposer import Wanted
@@ -158,7 +158,7 @@ PARAMS = [
 def test_a_head_that_agrees_with_the_model_draws_its_tokens() -> None:
     """From equal logits, whatever the request's parameters are, and whichever part of the vocabulary the head knows."""
     search, logits = FLOAT32.row_search, random(len(PARAMS), 60, spread=2.0)
-    sequences = [Sequence(number, "", [1, 2, 3], 2, params) for number, params in enumerate(PARAMS)]
+    sequences = [Sequence(Request(number, "", params), Tokens([1, 2, 3], 2)) for number, params in enumerate(PARAMS)]
     positions = [sequence.next_position for sequence in sequences]
     expected = reduce(logits.clone(), sequences, search).chosen
     assert guess(logits, PARAMS, positions, None, search).token_ids.tolist() == expected.tolist()
@@ -192,8 +192,8 @@ def test_drafts_are_made_of_the_state_behind_the_last_token_that_stands(engine: 
     drawn = engine.runner.logits(batch, hidden).argmax(-1).tolist()
     for count in (1, 2, 3):  # of the second's tokens: so many stand
         proposer.computed(batch, hidden, {1: 1, 2: count})
-        first = Sequence(1, "", [3, 4, drawn[0]], 2, SamplingParams(temperature=0.0))
-        second = Sequence(2, "", [*tokens[: 3 + count], drawn[count]], 4, SamplingParams(temperature=0.0))
+        first = Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4, drawn[0]], 2))
+        second = Sequence(Request(2, "", SamplingParams(temperature=0.0)), Tokens([*tokens[: 3 + count], drawn[count]], 4))
         drafts = proposer.propose({1: Wanted(first, 5), 2: Wanted(second, 1), 9: Wanted(replace(first, handle=9), 5)})
         said = {handle: each.token_ids for handle, each in drafts.items()}
         assert said == {handle: each for handle, each in {1: [drawn[0]] * 2, 2: [drawn[count]]}.items() if handle in said}
@@ -209,5 +209,5 @@ def test_what_was_computed_before_a_cut_proposes_nothing(engine: Engine) -> None
     proposer = echo(engine)
     batch = ScheduledBatch((BatchRow(1, (3, 4), 0, (0,), range(1, 2), 2),), 0)
     proposer.computed(batch, engine.runner.run(batch), {1: 1})
-    assert proposer.propose({1: Wanted(Sequence(1, "", [3, 4, 5, 6], 2, SamplingParams(temperature=0.0)), 5)}) == {}
-    assert proposer.propose({1: Wanted(Sequence(1, "", [3, 4], 2, SamplingParams(temperature=0.0)), 5)}) == {}
+    assert proposer.propose({1: Wanted(Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4, 5, 6], 2)), 5)}) == {}
+    assert proposer.propose({1: Wanted(Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4], 2)), 5)}) == {}

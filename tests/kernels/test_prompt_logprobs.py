@@ -11,7 +11,7 @@ from services.compute import model_runner
 from services.compute.backends.backend import RowSearch
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logprobs, score_prompts, score_rows
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.wire.logprobs import PromptLogprobs
@@ -98,11 +98,11 @@ def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool
     alone.generate([prompt], 2, prompt_logprobs=3)
     engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, max_num_seqs=2, max_batched_tokens=40)
     engine.scheduler.block_manager.prefix_caching = is_cached
-    sequence = Sequence(1, "1", list(prompt), len(prompt), SamplingParams(max_tokens=2, prompt_logprobs=3))
+    sequence = Sequence(Request(1, "1", SamplingParams(max_tokens=2, prompt_logprobs=3)), Tokens(list(prompt)))
     engine.scheduler.add(sequence)
     starts: list[int] = []
     targets: list[int] = []
-    while sequence.num_computed_tokens < len(prompt):
+    while sequence.kv.num_computed < len(prompt):
         batch = engine.scheduler.schedule()
         assert batch is not None
         starts.append(batch.rows[0].num_computed_tokens)
@@ -111,10 +111,10 @@ def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool
         assert score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get, engine.row_search) == {}
         if len(starts) == 2:
             engine.scheduler.max_num_seqs = 1
-            intruder = Sequence(2, "2", [9] * 20, 20, SamplingParams(max_tokens=1), tenant_id="another", priority=-1)
-            sequence.rank = intruder.arrived_at + 1
+            intruder = Sequence(Request(2, "2", SamplingParams(max_tokens=1), tenant_id="another", priority=-1), Tokens([9] * 20, 20))
+            sequence.rank = intruder.request.arrived_at + 1
             engine.scheduler.add(intruder)
-            assert engine.scheduler.schedule() is not None and sequence.num_computed_tokens == 0
+            assert engine.scheduler.schedule() is not None and sequence.kv.num_computed == 0
             engine.scheduler.finish(intruder)
     assert starts == ([0, 40, 80] if is_cached else [0, 40, 0, 40, 80])
     assert targets == prompt[1:], "each once"
@@ -173,7 +173,9 @@ def test_ties_and_minus_infinity(search: RowSearch) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float, search: RowSearch) -> None:
-    sequences = {handle: Sequence(handle, str(handle), [1, 2, 3], 3, SamplingParams(max_tokens=1, prompt_logprobs=handle)) for handle in (0, 1, 2)}
+    sequences = {
+        handle: Sequence(Request(handle, str(handle), SamplingParams(max_tokens=1, prompt_logprobs=handle)), Tokens([1, 2, 3], 3)) for handle in (0, 1, 2)
+    }
     batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), range(2, 3), 3, 1, (2, 3)) for handle in sequences), 0)
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[3, 100] = wrong

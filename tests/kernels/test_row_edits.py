@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.candidates.dry import dry_penalties
 from services.compute.candidates.edits import Kind, TokenEdits, apply_edits, edit_on_device, edit_on_host, edits_of
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import DryParams, SamplingParams
 
 VOCABULARY = 40
@@ -25,16 +25,16 @@ def edit(rows: torch.Tensor, sequences: list[Sequence]) -> None:
 
 def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     """The same penalties by their definitions."""
-    row, params = row.clone(), sequence.params
-    seen = torch.tensor(sorted(set(sequence.token_ids)))
+    row, params = row.clone(), sequence.request.params
+    seen = torch.tensor(sorted(set(sequence.tokens.ids)))
     values = row[seen]
     row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    for token_id in sorted(set(output := sequence.token_ids[sequence.num_prompt_tokens :])):
+    for token_id in sorted(set(output := sequence.tokens.ids[sequence.tokens.num_prompt :])):
         row[token_id] -= torch.tensor(output.count(token_id), dtype=torch.float32) * params.frequency_penalty + params.presence_penalty
     for token_id, bias in params.logit_bias.items():
         row[token_id] += torch.tensor(bias, dtype=torch.float32)
     assert params.dry is not None
-    tokens, penalties = dry_penalties(np.array(sequence.token_ids, np.int64), params.dry, {})
+    tokens, penalties = dry_penalties(np.array(sequence.tokens.ids, np.int64), params.dry, {})
     row[torch.from_numpy(tokens)] -= torch.from_numpy(penalties)
     return row
 
@@ -45,13 +45,13 @@ def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tenso
 )
 def test_edits_are_the_same_bits_as_from_the_whole_history(prompt: list[int], steps: list[tuple[list[int], int]]) -> None:
     """Tokens come, some foreseen ones go again, and after each step the row is edited, beside another's."""
-    sequence, other = (Sequence(handle, "r", list(prompt), len(prompt), PARAMS) for handle in range(2))
+    sequence, other = (Sequence(Request(handle, "r", PARAMS), Tokens(list(prompt))) for handle in range(2))
     row = torch.linspace(-3, 3, VOCABULARY)
     for added, num_dropped in steps:
-        sequence.token_ids += added
-        sequence.num_undecided_tokens = sequence.num_output_tokens
+        for token_id in added:
+            sequence.tokens.foresee(token_id)
         edit(row.repeat(1, 1), [sequence])
-        sequence.drop_tokens(max(len(prompt), sequence.num_tokens - num_dropped))
+        sequence.tokens.truncate(max(len(prompt), len(sequence.tokens) - num_dropped))
         edited = row.repeat(2, 1)
         edit(edited, [other, sequence])
         for found, each in zip(edited, (other, sequence), strict=True):
@@ -74,12 +74,12 @@ def test_a_long_history_is_read_once() -> None:
             return super().__iter__()
 
     rng = np.random.default_rng(0)
-    sequence = Sequence(1, "r", Watched(rng.integers(0, VOCABULARY, 20_000).tolist()), 20_000, PARAMS)
+    sequence = Sequence(Request(1, "r", PARAMS), Tokens(Watched(rng.integers(0, VOCABULARY, 20_000).tolist()), 20_000))
     row = torch.zeros(VOCABULARY)
     edit(row.repeat(1, 1), [sequence])
     Watched.num_read = 0
     for token_id in range(10):
-        sequence.token_ids.append(token_id)
+        sequence.tokens.append(token_id)
         edit(row.repeat(1, 1), [sequence])
     assert Watched.num_read < 100
 

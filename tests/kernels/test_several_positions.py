@@ -2,7 +2,6 @@
 on it."""
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import ModelRunner
-from services.compute.sequence import Prefix, RowKey, Sequence
+from services.compute.sequence import Prefix, Request, RowKey, Sequence, Tokens
 from shared.model.files import open_model
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.messages import encode
@@ -42,9 +41,9 @@ def sequences_of(vocab_size: int) -> list[Sequence]:
         token_ids = torch.randint(2, 14, (known + ahead,), generator=generator).tolist()
         token_ids[:known:3] = torch.randint(2, vocab_size, (len(token_ids[:known:3]),), generator=generator).tolist()
         if handle == len(CASES) - 1:
-            token_ids[:32] = found[-1].token_ids[:32]
+            token_ids[:32] = found[-1].tokens.ids[:32]
         params = SamplingParams(**{"seed": handle, "max_tokens": 200, **PARAMS[handle % len(PARAMS)]})
-        found.append(Sequence(handle, str(handle), token_ids, max(1, known - 2), params, (1,)))
+        found.append(Sequence(Request(handle, str(handle), params, (1,)), Tokens(token_ids, max(1, known - 2))))
     return found
 
 
@@ -62,7 +61,7 @@ class Steps:
             self.tables[-1] = (*self.tables[-2][:2], *self.tables[-1][2:])
 
     def row(self, sequence: Sequence, first: int, last: int, sampled: range) -> BatchRow:
-        return BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, self.tables[sequence.handle], sampled, sequence.num_prompt_tokens)
+        return BatchRow(sequence.handle, tuple(sequence.tokens.ids[first:last]), first, self.tables[sequence.handle], sampled, sequence.tokens.num_prompt)
 
     def prefill(self, sequences: list[Sequence]) -> None:
         """All but the last of the known tokens."""
@@ -91,7 +90,7 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
         rows = []
         for sequence, (known, most) in zip(sequences, CASES, strict=True):
             if ahead <= most:
-                alone = replace(sequence, token_ids=sequence.token_ids[: known + ahead])
+                alone = Sequence(sequence.request, Tokens(sequence.tokens.ids[: known + ahead], sequence.tokens.num_prompt))
                 rows.append((one_by_one.row(alone, known + ahead - 1, known + ahead, range(1)), [alone.prefix()]))
         expected |= one_by_one.decide(rows)
     at_once.prefill(sequences)
@@ -154,7 +153,7 @@ def test_a_step_that_was_sent_is_the_step(tmp_path: Path) -> None:
     reference_model("qwen3", tmp_path)
     loaded, [sequence, *_] = Engine(tmp_path), sequences_of(512)[3:]
     rows = [Steps(loaded, 0, shares_blocks=False) for _ in range(2)]
-    batch = ScheduledBatch((rows[0].row(sequence, 0, sequence.num_tokens, range(2, sequence.num_tokens)),), 0)
+    batch = ScheduledBatch((rows[0].row(sequence, 0, len(sequence.tokens), range(2, len(sequence.tokens))),), 0)
     sent = pickle.loads(pickle.dumps(batch))
     assert sent == batch and sent is not batch
     here, there = (each.runner.forward(step).clone() for each, step in zip(rows, (batch, sent), strict=True))

@@ -46,7 +46,7 @@ def test_what_waits_goes_on_to_a_replica_with_less_to_do(line: LineOfStages) -> 
     other = replace(replica("compute", "compute-2"), load=Load(max_num_seqs=8, running=2, waiting=0))
     compute.stage.live = Registry((*compute.stage.live.replicas, other))
     compute.hand_on()
-    assert [active.request.request_id for active in compute.active.values()] == names[:26], "two for each place of the other's, less what it has"
+    assert [active.message.request_id for active in compute.active.values()] == names[:26], "two for each place of the other's, less what it has"
     reader = GroupReader(compute.stage.transport, prompts(MODEL), "compute-2")
     deliveries, dead = reader.claim(idle_ms=RELEASED_MS, count=64)
     assert [each.message.request_id for each in deliveries] == names[26:] and not dead

@@ -16,7 +16,7 @@ from services.compute.exchange import undecided as undecided_module
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import FIRST_PATIENCE_S, LONGEST_PATIENCE_S, MAX_SILENCES, Decision, Undecided
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.operator.redis_server import socket_path
 from shared.model.sampling_params import SamplingParams
 from shared.process.stage_settings import StageSettings
@@ -188,7 +188,7 @@ class Peer:
     def add(self, *handles: int) -> None:
         for handle in handles:
             request = TokenizedRequest(f"r{handle}.0", "gateway-1", MODEL, PARAMS, ids(5, 6), ())
-            self.active[handle] = ActiveRequest(Sequence(handle, request.request_id, [5, 6], 2, PARAMS), request, b"0-1", "gateway-1")
+            self.active[handle] = ActiveRequest(Sequence(Request(handle, request.request_id, PARAMS), Tokens([5, 6], 2)), request, b"0-1", "gateway-1")
 
     def sampler_of(self, handle: int, *samplers: str) -> str | None:
         return choose_replica(f"r{handle}.0", samplers)
@@ -431,7 +431,7 @@ def test_a_transport_of_its_own_is_all_that_an_exchange_needs(make_peer: Callabl
     assert isinstance(peer.stage.transport, Transport)
     peer.live("sampler-1")
     peer.add(1)
-    entry: Any = peer.client.xadd(prompts(MODEL).key, {MESSAGE: encode(peer.active[1].request)})
+    entry: Any = peer.client.xadd(prompts(MODEL).key, {MESSAGE: encode(peer.active[1].message)})
     (delivery,) = wait_until(lambda: peer.exchange.receive(1, wait_s=0.05).prompts, description="the prompt")
     assert delivery.entry_id == entry
     peer.exchange.leave()

@@ -16,7 +16,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import BlockTable, Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 from shared.model.vision.images import Image, PromptImage
 from shared.wire.messages import TokenizedRequest
@@ -41,7 +41,7 @@ def quarantine(url: str) -> Iterator[Quarantine]:
 
 def sequence(handle: int, *, num_prompt: int = 4, num_output: int = 0, max_tokens: int = 40) -> Sequence:
     tokens = [handle] * (num_prompt + num_output)
-    return Sequence(handle, f"r{handle}.0", tokens, num_prompt, SamplingParams(max_tokens=max_tokens), arrived_at=float(handle))
+    return Sequence(Request(handle, f"r{handle}.0", SamplingParams(max_tokens=max_tokens), arrived_at=float(handle)), Tokens(tokens, num_prompt))
 
 
 def make_scheduler(strategy: str, *, num_blocks: int = 400, max_num_seqs: int = 4, max_batched_tokens: int = 64) -> Scheduler:
@@ -67,8 +67,8 @@ class Life:
             return []
         handles = [row.handle for row in batch.rows]
         new = [self.scheduler.get(each) for each in handles if each not in self.begun]
-        groups = {each.group_id for each in new} - {None}
-        told = self.quarantine.told([*new, *(each for each in self.known.values() if each.group_id in groups)], has_run=True)
+        groups = {each.request.group_id for each in new} - {None}
+        told = self.quarantine.told([*new, *(each for each in self.known.values() if each.request.group_id in groups)], has_run=True)
         self.quarantine.transport.run(lambda pipe: queue_records(pipe, told))
         self.begun |= {*handles}
         self.quarantine.blame(handles)
@@ -77,14 +77,14 @@ class Life:
         for handle, _ in batch.sampled:
             sequence = self.scheduler.get(handle)
             self.scheduler.append(sequence, 7)
-            if sequence.num_output_tokens == sequence.params.max_tokens:
+            if sequence.tokens.num_output == sequence.request.params.max_tokens:
                 self.quarantine.forget(sequence)
                 self.scheduler.finish(sequence, is_complete=True)
         return handles
 
     def claim(self, sequences: list[Sequence]) -> list[int]:
         """Take over what another life left. Returns the poisons that were found."""
-        verdicts = self.quarantine.judge([each.request_id for each in sequences], [each.num_output_tokens for each in sequences])
+        verdicts = self.quarantine.judge([each.request.request_id for each in sequences], [each.tokens.num_output for each in sequences])
         found = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
             if verdict is not None and verdict.is_poison:
@@ -94,7 +94,7 @@ class Life:
             if verdict is not None:
                 self.quarantine.hold(sequence, verdict)
                 continue
-            if sequence.num_output_tokens:
+            if sequence.tokens.num_output:
                 self.quarantine.watch(sequence)
             self.scheduler.add(sequence)
         return found
@@ -105,10 +105,7 @@ class Life:
 
 
 def again(each: Sequence) -> Sequence:
-    return replace(
-        each, token_ids=list(each.token_ids), num_computed_tokens=0, block_table=BlockTable(), block_hashes=[], num_committed_blocks=0, num_shared_blocks=0,
-        has_shared_tail=False, has_begun=False,
-    )  # fmt: skip
+    return Sequence(each.request, Tokens(list(each.tokens.ids), each.tokens.num_prompt))
 
 
 def live_until_dead(quarantine: Quarantine, asked: list[Sequence], poisons: set[int], **limits: Any) -> tuple[list[list[int]], int]:
@@ -145,7 +142,7 @@ def test_suspects_run_in_groups_once_and_then_alone_until_they_are_the_poison(po
 
 def test_the_choices_of_a_poisonous_prompt_end_together(quarantine: Quarantine) -> None:
     """One response, one error: they are tried as one."""
-    choices = [replace(sequence(handle, max_tokens=3), token_ids=[5] * 4, group_id="g") for handle in range(1, 9)]
+    choices = [Sequence(replace(sequence(handle, max_tokens=3).request, group_id="g"), Tokens([5] * 4)) for handle in range(1, 9)]
     found, num_died = live_until_dead(quarantine, [*choices, sequence(20, max_tokens=3)], {*range(1, 9)}, max_num_seqs=16)
     assert found == [[*range(1, 9)]]
     assert num_died == 2 + MAX_ALONE

@@ -55,10 +55,10 @@ class Liar:
 
     def guess(self, wanted: Wanted) -> list[int]:
         sequence = wanted.sequence
-        assert wanted.most > 0 and not sequence.is_pending and sequence.num_uncomputed_tokens == 1
-        guess = self.answers[sequence.request_id][sequence.num_output_tokens :][: self.rng.randrange(wanted.most + 4)]
+        assert wanted.most > 0 and not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1
+        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][: self.rng.randrange(wanted.most + 4)]
         if self.rng.random() < self.share_wrong:
-            wrong = (-3, 10**6, 7, *sequence.eos_token_ids, self.rng.randrange(1000))
+            wrong = (-3, 10**6, 7, *sequence.request.eos_token_ids, self.rng.randrange(1000))
             guess.insert(self.rng.randrange(len(guess) + 1), self.rng.choice(wrong))
         return guess
 

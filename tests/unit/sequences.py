@@ -6,7 +6,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence, TokenCounts
+from services.compute.sequence import Request, Sequence, TokenCounts, Tokens
 from shared.model.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12
@@ -19,7 +19,7 @@ def make_scheduler(strategy: str = "predicted", *, blocks: BlockManager | None =
 
 def make_sequence(handle: int, prompt: list[int], max_tokens: int, *, prompt_logprobs: int | None = None, **fields: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    return Sequence(handle, str(handle), list(prompt), len(prompt), params, **fields)
+    return Sequence(Request(handle, str(handle), params, **fields), Tokens(list(prompt)))
 
 
 def handles_of(batch: ScheduledBatch) -> list[int]:

@@ -7,7 +7,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.draft_kv import OwnKV
 from shared.model.sampling_params import SamplingParams
 
@@ -25,14 +25,14 @@ class Slots:
 
     def check(self, sequence: Sequence) -> int:
         known = self.kv.num_known(sequence)
-        assert known < sequence.num_tokens
+        assert known < len(sequence.tokens)
         for at in range(known):
-            assert self.slots[sequence.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] == tuple(sequence.token_ids[: at + 1])
+            assert self.slots[sequence.kv.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] == tuple(sequence.tokens.ids[: at + 1])
         return known
 
     def write(self, sequence: Sequence, first: int, last: int) -> None:
         for at in range(first, last):
-            self.slots[sequence.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] = tuple(sequence.token_ids[: at + 1])
+            self.slots[sequence.kv.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] = tuple(sequence.tokens.ids[: at + 1])
         self.kv.wrote(sequence, first, last)
 
 
@@ -49,31 +49,31 @@ def test_what_is_known_is_there(actions: list[tuple[str, int]]) -> None:
             prompt = PROMPTS[number % len(PROMPTS)]
             group = "group" if number % 3 == 0 else None
             scheduler.add(
-                Sequence(num_begun, str(num_begun), list(prompt), len(prompt), SamplingParams(max_tokens=20), group_id=group and f"{group}{len(prompt)}")
+                Sequence(Request(num_begun, str(num_begun), SamplingParams(max_tokens=20), group_id=group and f"{group}{len(prompt)}"), Tokens(list(prompt)))
             )
             num_begun += 1
         elif action == "step":
             for key in batch.sampled if (batch := scheduler.schedule()) is not None else ():
                 sequence = scheduler.get(key.handle)
-                scheduler.append(sequence, 7 + (number + sequence.num_tokens) % 3)
-                if sequence.num_output_tokens == 20:
+                scheduler.append(sequence, 7 + (number + len(sequence.tokens)) % 3)
+                if sequence.tokens.num_output == 20:
                     scheduler.finish(sequence, is_complete=True)
         elif chosen is not None and action == "preempt":
             scheduler._preempt(chosen, NewStep())
         elif chosen is not None and action == "finish":
             scheduler.finish(chosen)
-        elif chosen is not None and chosen.num_uncomputed_tokens == 1 and not chosen.has_shared_tail:
+        elif chosen is not None and chosen.num_uncomputed_tokens == 1 and not chosen.kv.has_shared_tail:
             draft(scheduler, slots, chosen, number)
 
 
 def draft(scheduler: Scheduler, slots: Slots, sequence: Sequence, number: int) -> None:
     """As chains do: catch up, write some drafts of which a step's tokens may repeat the first, and withdraw them."""
-    count, num_tokens = number % 6, sequence.num_tokens
+    count, num_tokens = number % 6, len(sequence.tokens)
     if scheduler.block_manager.copies or not scheduler.block_manager.grow(sequence, num_tokens + count):
         return
     slots.write(sequence, slots.check(sequence), num_tokens)
     for place in range(count):
-        scheduler.append(sequence, 7 + (number + num_tokens) % 3 if place == 0 else 7, is_decided=False)
+        sequence.tokens.foresee(7 + (number + num_tokens) % 3 if place == 0 else 7)
         slots.write(sequence, num_tokens + place, num_tokens + place + 1)
     scheduler.truncate(sequence, num_tokens)
     assert slots.check(sequence) == num_tokens - 1

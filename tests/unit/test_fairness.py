@@ -10,7 +10,7 @@ from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.shares import ADDED_SHARE, EXPECTED_S, PROMPTS_EVERY, SHORT_STEP_S
 from services.compute.scheduling.step_cost import StepCost
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 
 STEP_S = 0.02
@@ -28,10 +28,9 @@ class Server:
 
     def ask(self, tenant_id: str, num_tokens: int, *, priority: int = 0, group_id: str | None = None, prompt: int | None = None) -> Sequence:
         handle = next(self.handles)
-        asked = Sequence(
-            handle, str(handle), [prompt or handle] * PROMPT, PROMPT, SamplingParams(max_tokens=num_tokens), priority=priority, tenant_id=tenant_id,
-            arrived_at=self.num_steps * STEP_S, group_id=group_id,
-        )  # fmt: skip
+        params, now = SamplingParams(max_tokens=num_tokens), self.num_steps * STEP_S
+        request = Request(handle, str(handle), params, priority=priority, tenant_id=tenant_id, arrived_at=now, group_id=group_id)
+        asked = Sequence(request, Tokens([prompt or handle] * PROMPT))
         self.scheduler.add(asked)
         return asked
 
@@ -42,7 +41,7 @@ class Server:
 
     def steps_to_first_token(self, asked: Sequence) -> int:
         began = self.num_steps
-        while not asked.num_output_tokens:
+        while not asked.tokens.num_output:
             self.run(1)
             assert self.num_steps - began < 5000
         return self.num_steps - began
@@ -91,7 +90,7 @@ def test_two_floods_share_the_places() -> None:
         for _ in range(60):
             server.ask(tenant_id, 20)
     server.run(65)
-    shares = [sum(each.tenant_id == tenant_id for each in server.scheduler.running.values()) for tenant_id in ("a", "b")]
+    shares = [sum(each.request.tenant_id == tenant_id for each in server.scheduler.running.values()) for tenant_id in ("a", "b")]
     assert shares == [4, 4]
 
 
@@ -114,7 +113,7 @@ def test_who_waits_long_enough_begins_however_many_others_come() -> None:
     for number in range(200):
         server.ask(f"tenant-{number}", 10)
         server.run(5)
-    assert second.num_output_tokens
+    assert second.tokens.num_output
 
 
 def test_a_strategy_that_never_preempts_does_not_do_so_for_a_tenant() -> None:
@@ -143,10 +142,10 @@ def run_costly(server: Server, num_steps: int) -> list[float]:
         return [7] * len(sequences)
 
     for _ in range(num_steps):
-        before = {each.handle: each.num_computed_tokens for each in server.scheduler.running.values()}
+        before = {each.handle: each.kv.num_computed for each in server.scheduler.running.values()}
         run_step(server.scheduler, decide)
         server.num_steps += 1
-        computed = sum(each.num_computed_tokens - before.get(each.handle, 0) for each in server.scheduler.running.values())
+        computed = sum(each.kv.num_computed - before.get(each.handle, 0) for each in server.scheduler.running.values())
         seconds.append(COST.seconds(computed, 0))
     return seconds
 
@@ -157,11 +156,11 @@ def test_a_crowd_adds_half_to_the_steps_of_a_small_tenant_and_nobody_starves() -
     run_costly(server, 10)
     small = server.ask("b", 400)
     run_costly(server, 2)
-    before = [each.num_output_tokens for each in crowd]
+    before = [each.tokens.num_output for each in crowd]
     seconds = run_costly(server, 300)
-    assert small.num_output_tokens == 302, "it is in every step"
+    assert small.tokens.num_output == 302, "it is in every step"
     assert max(seconds) <= (1 + ADDED_SHARE) * COST.seconds(1, 0) + 1e-9
-    gained = [each.num_output_tokens - first for each, first in zip(crowd, before, strict=True)]
+    gained = [each.tokens.num_output - first for each, first in zip(crowd, before, strict=True)]
     assert max(gained) - min(gained) <= 1, "the others take turns"
     share = int(ADDED_SHARE * COST.seconds(1, 0) / COST.per_token_s + 1e-9)
     assert sum(gained) >= 300 * share - len(gained), "and have all that the bound leaves"
@@ -171,9 +170,9 @@ def test_tenants_who_want_the_same_bound_each_other_by_nothing() -> None:
     server = costly(Server())
     asked = [server.ask(tenant_id, 1000) for tenant_id in "abcd" for _ in range(16)]
     run_costly(server, 20)
-    before = [each.num_output_tokens for each in asked]
+    before = [each.tokens.num_output for each in asked]
     run_costly(server, 50)
-    assert {each.num_output_tokens - first for each, first in zip(asked, before, strict=True)} == {50}
+    assert {each.tokens.num_output - first for each, first in zip(asked, before, strict=True)} == {50}
 
 
 def test_a_long_prompt_leaves_another_tenants_stream_most_of_the_time() -> None:
@@ -182,7 +181,7 @@ def test_a_long_prompt_leaves_another_tenants_stream_most_of_the_time() -> None:
     run_costly(server, 3)
     crowd = [server.ask("a", 4) for _ in range(20)]
     seconds = run_costly(server, 40)
-    assert stream.num_output_tokens == 43
+    assert stream.tokens.num_output == 43
     assert max(seconds) <= (1 + ADDED_SHARE) * COST.seconds(1, 0) + 16 * COST.per_token_s + 1e-9, "now and then, a prompt gets a block"
     assert sum(seconds) / 40 <= (1 + ADDED_SHARE) * COST.seconds(1, 0) + 16 / PROMPTS_EVERY * COST.per_token_s + 1e-9
     assert sum(each.is_finished for each in crowd) * PROMPT >= 16 * 40 / PROMPTS_EVERY - PROMPT, "they never stand still for long"
@@ -201,9 +200,9 @@ def test_steps_of_prompts_are_short_while_another_tenant_is_expected() -> None:
         crowd = [server.ask("a", 4) for _ in range(20)]
         computed = []
         for _ in range(4):
-            before = sum(each.num_computed_tokens for each in crowd)
+            before = sum(each.kv.num_computed for each in crowd)
             server.run(1)
-            computed.append(sum(each.num_computed_tokens for each in crowd) - before)
+            computed.append(sum(each.kv.num_computed for each in crowd) - before)
         return max(computed)
 
     assert 16 < longest_step(EXPECTED_S / 2) <= cost.tokens_within(SHORT_STEP_S, 0)

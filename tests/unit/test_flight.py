@@ -21,7 +21,7 @@ from services.compute.executor import DrawnTokens
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
-from services.compute.sequence import PENDING, Sequence
+from services.compute.sequence import PENDING, Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
 from tests.examples import examples
@@ -70,16 +70,16 @@ def logits_of(token_ids: tuple[int, ...]) -> torch.Tensor:
 
 def answer_of(sequence: Sequence, count: int) -> list[int]:
     """The tokens that will be drawn behind the sequence's, its end among them if that comes."""
-    own = Sequence(sequence.handle, "r", list(sequence.token_ids), sequence.num_prompt_tokens, sequence.params, sequence.eos_token_ids)
+    own = Sequence(sequence.request, Tokens(list(sequence.tokens.ids), sequence.tokens.num_prompt))
     for _ in range(count):
-        alone = reduce(logits_of(tuple(own.token_ids))[None], [own], TorchRowSearch())
-        own.token_ids.append(int(alone.chosen[0]))
-    return own.token_ids[sequence.num_tokens :]
+        alone = reduce(logits_of(tuple(own.tokens.ids))[None], [own], TorchRowSearch())
+        own.tokens.ids.append(int(alone.chosen[0]))
+    return own.tokens.ids[len(sequence.tokens) :]
 
 
 def next_decided(sequence: Sequence) -> int:
     """The position in the log of the first token that is undecided."""
-    return sequence.num_decided_tokens - sequence.num_prompt_tokens + 1
+    return sequence.tokens.num_decided - sequence.tokens.num_prompt + 1
 
 
 class FlightMachine(RuleBasedStateMachine):
@@ -103,7 +103,9 @@ class FlightMachine(RuleBasedStateMachine):
     def arrive(self, length: int, output: int, kind: dict[str, Any], group: str | None) -> None:
         handle, prompt = len(self.sequences), [1 + at % 7 for at in range(length)]
         params = SamplingParams(**{"seed": handle, "max_tokens": output, **kind, "min_tokens": min(kind.get("min_tokens", 0), output)})
-        sequence = Sequence(handle, str(handle), prompt, length, params, (EOS,), arrived_at=float(handle), group_id=group and f"{group} {length}")
+        sequence = Sequence(
+            Request(handle, str(handle), params, (EOS,), arrived_at=float(handle), group_id=group and f"{group} {length}"), Tokens(prompt, length)
+        )
         self.sequences.append(sequence)
         self.sent[handle] = {}
         self.scheduler.add(sequence)
@@ -135,8 +137,8 @@ class FlightMachine(RuleBasedStateMachine):
         assert 0 < len(wanted) <= num_decodes
         found: dict[int, list[int]] = {}
         for sequence, most in wanted:
-            assert not sequence.is_pending and sequence.num_uncomputed_tokens == 1 and most > 0
-            assert len(sequence.block_table) * BLOCK_SIZE >= sequence.num_tokens + most
+            assert not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1 and most > 0
+            assert len(sequence.kv.block_table) * BLOCK_SIZE >= len(sequence.tokens) + most
             right = answer_of(sequence, self.rng.randrange(most + 3))
             if right and self.rng.random() < 0.5:
                 right[self.rng.randrange(len(right))] = self.rng.randrange(1, VOCAB)
@@ -158,7 +160,7 @@ class FlightMachine(RuleBasedStateMachine):
             self.collect(before)
         rows = rows_still_valid(batch, self.scheduler)
         found = {key: computed[key.handle][: prefix.num_tokens] for key, prefix in rows.items()}
-        assert all(found[key] == tuple(prefix.sequence.token_ids[: prefix.num_tokens]) for key, prefix in rows.items()), "a row of other tokens stands"
+        assert all(found[key] == tuple(prefix.sequence.tokens.ids[: prefix.num_tokens]) for key, prefix in rows.items()), "a row of other tokens stands"
         logits = torch.stack([logits_of(each) for each in found.values()]) if found else torch.zeros(0, VOCAB)
         self.flight = launch(batch, None, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         if self.flight.drawn is None:
@@ -173,26 +175,26 @@ class FlightMachine(RuleBasedStateMachine):
         for row, handle in enumerate(collected.rows.handles.tolist()):
             sequence, position = self.sequences[handle], int(collected.rows.positions[row])
             left[handle] -= 1
-            assert not sequence.is_pending and position == sequence.num_output_tokens - left[handle]
-            at = sequence.num_prompt_tokens + position - 1
-            own = Sequence(handle, "r", sequence.token_ids[:at], sequence.num_prompt_tokens, sequence.params, sequence.eos_token_ids)
-            alone = reduce(logits_of(tuple(own.token_ids))[None], [own], TorchRowSearch())
+            assert not sequence.tokens.is_pending and position == sequence.tokens.num_output - left[handle]
+            at = sequence.tokens.num_prompt + position - 1
+            own = Sequence(sequence.request, Tokens(sequence.tokens.ids[:at], sequence.tokens.num_prompt))
+            alone = reduce(logits_of(tuple(own.tokens.ids))[None], [own], TorchRowSearch())
             assert encode(collected.rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
-            assert sequence.token_ids[at] == alone.chosen[0]
-            assert not left[handle] or sequence.token_ids[at] not in (EOS, *sequence.params.stop_token_ids), "nothing is computed behind an end"
-            self.sent[handle][position] = sequence.token_ids[at]
+            assert sequence.tokens.ids[at] == alone.chosen[0]
+            assert not left[handle] or sequence.tokens.ids[at] not in (EOS, *sequence.request.params.stop_token_ids), "nothing is computed behind an end"
+            self.sent[handle][position] = sequence.tokens.ids[at]
         for handle in collected.decided:
-            assert self.sequences[handle].is_ending or self.sequences[handle].num_uncomputed_tokens in (0, 1)
+            assert self.sequences[handle].tokens.is_ending or self.sequences[handle].num_uncomputed_tokens in (0, 1)
 
     def undecided(self) -> list[Sequence]:
         """Sequences of which the sampler has rows to decide."""
-        return [each for each in self.sequences if not each.is_finished and each.num_undecided_tokens and next_decided(each) in self.sent[each.handle]]
+        return [each for each in self.sequences if not each.is_finished and each.tokens.num_undecided and next_decided(each) in self.sent[each.handle]]
 
     def decide(self, sequence: Sequence, outcome: str) -> None:
         """As ComputeService.apply does it."""
-        at = sequence.num_decided_tokens
+        at = sequence.tokens.num_decided
         token_id = self.sent[sequence.handle][next_decided(sequence)]
-        assert token_id == sequence.token_ids[at]
+        assert token_id == sequence.tokens.ids[at]
         if outcome == "lost":
             self.scheduler.truncate(sequence, at)
             return self.scheduler.finish(sequence)
@@ -203,24 +205,22 @@ class FlightMachine(RuleBasedStateMachine):
             self.scheduler.append(sequence, token_id)
         else:
             self.scheduler.confirm(sequence)
-        is_last = at + 1 - sequence.num_prompt_tokens == sequence.params.max_tokens
-        if outcome == "the end" or is_last or token_id in (EOS, *sequence.params.stop_token_ids):
+        is_last = at + 1 - sequence.tokens.num_prompt == sequence.request.params.max_tokens
+        if outcome == "the end" or is_last or token_id in (EOS, *sequence.request.params.stop_token_ids):
             self.scheduler.truncate(sequence, at + 1)
             self.scheduler.finish(sequence, is_complete=True)
-        elif not sequence.num_undecided_tokens:
-            sequence.is_ending = False
 
     @invariant()
     def only_the_last_token_may_be_pending(self) -> None:
         for sequence in self.sequences:
-            assert PENDING not in sequence.token_ids[:-1]
+            assert PENDING not in sequence.tokens.ids[:-1]
             assert (
-                not sequence.is_pending
+                not sequence.tokens.is_pending
                 or sequence.is_finished
                 or (self.flight is not None and sequence in [prefix.sequence for prefix in self.flight.rows.values()])
             )
-            assert sequence.is_finished or sequence.num_undecided_steps <= self.scheduler.run_ahead + 1
-            assert all(sequence.num_decided_tokens <= place < sequence.num_tokens for place in sequence.foreseen_drafts)
+            assert sequence.is_finished or sequence.tokens.num_undecided_steps <= self.scheduler.run_ahead + 1
+            assert all(sequence.tokens.num_decided <= place < len(sequence.tokens) for place in sequence.tokens.foreseen_drafts)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

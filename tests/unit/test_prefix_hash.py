@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.prefix_hash import block_hash, prefix_hashes, prefix_root, segment_root
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Layout, Segment, segment_hashes
@@ -57,7 +57,7 @@ def test_a_tokenizer_has_the_names_that_compute_has(lengths: list[int], places: 
     segments = tuple(Segment(length, place, seen) for length, place, seen in zip(lengths, places, sees, strict=False))
     tokens, layout = list(range(sum(lengths))), Layout(segments, size)
     slots = layout.pad(tokens)
-    sequence = Sequence(0, "", slots, len(slots), SamplingParams(), layout=layout, cache_salt="s")
+    sequence = Sequence(Request(0, "", SamplingParams(), layout=layout, cache_salt="s"), Tokens(slots))
     blocks = BlockManager(4, size, fingerprint="f")
     found = segment_hashes(prefix_root("f", salt="s"), tokens, layout)
     assert found == [blocks._hash(sequence, number) for number in range(len(slots) // size)]

@@ -88,7 +88,7 @@ def test_the_choices_of_one_prompt_share_its_blocks_and_part_at_the_first_token(
     batch = one_step(scheduler)
     assert [row.handle for row in batch.rows[: batch.num_decodes]] == [0]
     assert chunks(batch) == [(1, 1), (2, 1)]
-    tables = [choice.block_table for choice in choices]
+    tables = [choice.kv.block_table for choice in choices]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     assert batch.block_copies == ((tables[0][2], tables[1][2]), (tables[0][2], tables[2][2]))
@@ -136,7 +136,7 @@ def test_strategies_hold_what_they_say(strategy: str) -> None:
         return sevens(batch, sequences)
 
     for _ in range(2000):
-        if run_step(scheduler, decide, is_over=lambda sequence: sequence.num_output_tokens == 8) is None:
+        if run_step(scheduler, decide, is_over=lambda sequence: sequence.tokens.num_output == 8) is None:
             break
     assert scheduler.num_unfinished == 0
     if strategy == "reserve":
@@ -152,7 +152,7 @@ def foresee(scheduler: Scheduler, token_id: int = 7) -> ScheduledBatch | None:
     batch = scheduler.schedule()
     if batch is not None:
         for handle, _ in batch.sampled:
-            scheduler.append(scheduler.get(handle), token_id, is_decided=False)
+            scheduler.get(handle).tokens.foresee(token_id)
     return batch
 
 
@@ -163,12 +163,12 @@ def test_a_sequence_runs_ahead_of_its_decisions_as_far_as_it_may(run_ahead: int)
     scheduler.add(sequence)
     for _ in range(run_ahead + 1):
         assert foresee(scheduler) is not None
-    assert sequence.num_undecided_tokens == run_ahead + 1
+    assert sequence.tokens.num_undecided == run_ahead + 1
     assert scheduler.schedule() is None
     scheduler.confirm(sequence)
     batch = foresee(scheduler)
     assert batch is not None
-    assert batch.rows == (BatchRow(0, (7,), 3 + run_ahead, tuple(sequence.block_table), range(1), 3),)
+    assert batch.rows == (BatchRow(0, (7,), 3 + run_ahead, tuple(sequence.kv.block_table), range(1), 3),)
     assert scheduler.schedule() is None
 
 
@@ -181,7 +181,7 @@ def test_what_came_otherwise_is_computed_again_and_nothing_else() -> None:
     scheduler.confirm(sequence)
     scheduler.truncate(sequence, 4)
     scheduler.append(sequence, 8)
-    assert sequence.token_ids == [1, 2, 3, 7, 8] and sequence.num_computed_tokens == 4
+    assert sequence.tokens.ids == [1, 2, 3, 7, 8] and sequence.kv.num_computed == 4
     batch = foresee(scheduler)
     assert batch is not None and [(row.token_ids, row.num_computed_tokens) for row in batch.rows] == [((8,), 4)]
 
@@ -191,7 +191,7 @@ def test_nothing_is_computed_upon_a_foreseen_end_unless_it_was_none() -> None:
     sequence = make_sequence(0, [1, 2, 3], 20)
     scheduler.add(sequence)
     foresee(scheduler)
-    sequence.is_ending = True
+    sequence.tokens.end()
     assert scheduler.schedule() is None
     scheduler.truncate(sequence, 3)
     scheduler.append(sequence, 8)
@@ -205,9 +205,9 @@ def test_the_prefix_cache_waits_for_decisions() -> None:
     scheduler.add(sequence)
     for _ in range(3):
         foresee(scheduler)
-    assert sequence.num_computed_tokens == 5 and not blocks.cached_blocks
+    assert sequence.kv.num_computed == 5 and not blocks.cached_blocks
     scheduler.confirm(sequence)
-    assert list(blocks.cached_blocks.values()) == sequence.block_table[:1]
+    assert list(blocks.cached_blocks.values()) == sequence.kv.block_table[:1]
 
 
 def test_what_was_cut_off_leaves_no_hash_behind() -> None:
@@ -222,7 +222,7 @@ def test_what_was_cut_off_leaves_no_hash_behind() -> None:
     scheduler.append(sequence, 8)
     foresee(scheduler)
     assert blocks.match(make_sequence(1, [1, 2, 3, 7, 7], 20)) == []
-    assert blocks.match(make_sequence(1, [1, 2, 3, 8, 7], 20)) == sequence.block_table[:1]
+    assert blocks.match(make_sequence(1, [1, 2, 3, 8, 7], 20)) == sequence.kv.block_table[:1]
 
 
 def test_penalties_count_only_what_is_there() -> None:
@@ -231,13 +231,13 @@ def test_penalties_count_only_what_is_there() -> None:
     scheduler.add(sequence)
     for token_id in (7, 8, 7, 9):
         foresee(scheduler, token_id)
-    assert counted(sequence.output_counts(sequence.num_tokens)) == {7: 2, 8: 1, 9: 1}
+    assert counted(sequence.tokens.output_counts(len(sequence.tokens))) == {7: 2, 8: 1, 9: 1}
     scheduler.confirm(sequence)
     scheduler.truncate(sequence, 4)
-    assert counted(sequence.output_counts(sequence.num_tokens)) == {7: 1, 8: 1}
+    assert counted(sequence.tokens.output_counts(len(sequence.tokens))) == {7: 1, 8: 1}
     scheduler.truncate(sequence, 3)
     scheduler.append(sequence, 9)
-    assert counted(sequence.output_counts(sequence.num_tokens)) == {7: 1, 9: 1}
+    assert counted(sequence.tokens.output_counts(len(sequence.tokens))) == {7: 1, 9: 1}
 
 
 def test_who_runs_apart_has_every_other_step() -> None:
@@ -280,7 +280,7 @@ def test_who_waits_alone_is_restored_whether_apart_or_not(apart: frozenset[int])
     scheduler.add(sequence)
     assert scheduler.schedule() is None
     assert sequence in scheduler.next_to_begin()
-    sequence.is_restored = True
+    sequence.kv.is_restored = True
     assert handles_of(one_step(scheduler)) == [1]
 
 
@@ -304,17 +304,18 @@ def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
     scheduler.add(first)
     one_step(scheduler)
     scheduler.add(second)
-    first.is_ending = True  # so that only the second runs
+    first.tokens.end()  # so that only the second runs
     for _ in range(9):
-        if second.num_undecided_tokens == 3:
+        if second.tokens.num_undecided == 3:
             scheduler.confirm(second)
         foresee(scheduler)
-    first.is_ending, second.is_ending = False, True
+    first.tokens.truncate(len(first.tokens))  # it goes on
+    second.tokens.end()
     for _ in range(13):
         one_step(scheduler)
-    assert second in scheduler.waiting and (second.num_decided_tokens, second.num_tokens) == (14, 17)
+    assert second in scheduler.waiting and (second.tokens.num_decided, len(second.tokens)) == (14, 17)
     scheduler.finish(first, is_complete=True)
-    second.is_ending = False
+    second.tokens.truncate(len(second.tokens))
     foresee(scheduler)
     scheduler.truncate(second, 14)
     scheduler.append(second, 8)
@@ -363,7 +364,7 @@ def test_blocks_that_others_hold_behind_a_gap_are_no_room() -> None:
     one, other, third = (make_sequence(handle, slots, 1, layout=layout) for handle in range(3))
     for sequence, num_tokens in ((one, 16), (other, 64)):
         assert blocks.grow(sequence, 67)
-        sequence.num_computed_tokens = num_tokens
+        sequence.kv.num_computed = num_tokens
         blocks.commit(sequence)
     assert blocks.num_held(third) == 4
     blocks.free(one)

@@ -87,9 +87,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive_again(self, which: int, output: int) -> None:
         """The same question: its answer, as far as it goes, will be the same."""
         earlier = self.sequences[which % len(self.sequences)]
-        prompt = earlier.token_ids[: earlier.num_prompt_tokens]
+        prompt = earlier.tokens.ids[: earlier.tokens.num_prompt]
         if self.blocks.num_blocks_for(len(prompt) + output) <= self.blocks.num_blocks:
-            self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.cache_salt, layout=earlier.layout)
+            self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.request.cache_salt, layout=earlier.request.layout)
 
     @rule(
         length=st.integers(1, 40), output=st.integers(1, 20), n=st.integers(2, 4), share=st.floats(0.1, 1.0), has_own_voice=st.booleans(),
@@ -135,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1 << 20))
     def give_way(self, which: int) -> None:
         """Somebody is preempted, as if memory had run out: rather who is far ahead of its decisions."""
-        running = sorted(self.scheduler.running.values(), key=lambda each: -each.num_undecided_tokens)
+        running = sorted(self.scheduler.running.values(), key=lambda each: -each.tokens.num_undecided)
         if len(running) > 1:
             self.scheduler._preempt(running[which % len(running) if which % 2 else 0], NewStep())
 
@@ -166,18 +166,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.is_inline:
             sequences = [self.scheduler.get(handle) for handle, _ in batch.sampled]
             for sequence, token_id in zip(sequences, self.execute(batch, sequences), strict=True):
-                self.scheduler.append(sequence, token_id, is_decided=False)
-                sequence.is_ending = sequence.num_output_tokens in (self.answers[sequence.handle], sequence.params.max_tokens)
+                sequence.tokens.foresee(token_id)
+                if sequence.tokens.num_output in (self.answers[sequence.handle], sequence.request.params.max_tokens):
+                    sequence.tokens.end()
         self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, 0.001 + 0.0005 * batch.num_tokens)
         return True
 
     def restore(self) -> bool:
         """As KVTier does, two blocks at a time. Returns whether all that may begin is restored."""
         for sequence in self.scheduler.next_to_begin() if self.scheduler.awaits_restoring else []:
-            if not sequence.is_restored:
+            if not sequence.kv.is_restored:
                 runs = [list(takewhile(self.disk.__contains__, names))[:2] for names in self.blocks.missing(sequence)]
                 found = next((run for run in runs if run), [])
-                sequence.is_restored = not found
+                sequence.kv.is_restored = not found
                 for name in found:
                     block_id = self.blocks.adopt(sequence, name)
                     self.content.update({block_id * BLOCK_SIZE + at: value for at, value in enumerate(self.disk[name])})
@@ -204,16 +205,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [1000 + 10 * self.voices[sequence.handle] + sequence.next_position % 3 for sequence in sampled]
 
     def is_over(self, sequence: Sequence) -> bool:
-        self.log[sequence.handle].append(sequence.token_ids[-1])
-        return sequence.num_output_tokens == self.answers[sequence.handle]
+        self.log[sequence.handle].append(sequence.tokens.ids[-1])
+        return sequence.tokens.num_output == self.answers[sequence.handle]
 
     def undecided(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.num_undecided_tokens and not sequence.is_finished]
+        return [sequence for sequence in self.sequences if sequence.tokens.num_undecided and not sequence.is_finished]
 
     def decide(self, sequence: Sequence, outcome: str) -> None:
         """The log holds the first undecided token now, or the sequence's end without it."""
-        at = sequence.num_decided_tokens
-        position, foreseen = at - sequence.num_prompt_tokens + 1, sequence.token_ids[at]
+        at = sequence.tokens.num_decided
+        position, foreseen = at - sequence.tokens.num_prompt + 1, sequence.tokens.ids[at]
         if outcome == "lost":
             self.scheduler.truncate(sequence, at)
             return self.scheduler.finish(sequence)
@@ -222,14 +223,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.append(sequence, 3000 + position % 2)
         else:
             self.scheduler.confirm(sequence)
-            assert sequence.token_ids[at] == foreseen
-        self.log[sequence.handle].append(sequence.token_ids[at])
+            assert sequence.tokens.ids[at] == foreseen
+        self.log[sequence.handle].append(sequence.tokens.ids[at])
         is_foreseen_end = outcome == "as foreseen" and position == self.answers[sequence.handle]
-        if outcome == "the end" or is_foreseen_end or position == sequence.params.max_tokens:
+        if outcome == "the end" or is_foreseen_end or position == sequence.request.params.max_tokens:
             self.scheduler.truncate(sequence, at + 1)
             self.scheduler.finish(sequence, is_complete=True)
-        elif not sequence.num_undecided_tokens:
-            sequence.is_ending = False
 
     def check_batch(self, batch: ScheduledBatch) -> None:
         handles = [row.handle for row in batch.rows]
@@ -242,22 +241,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(row.sampled for row in batch.rows[: batch.num_decodes])
         for row in batch.rows:
             sequence = self.scheduler.running[row.handle]
-            assert not sequence.is_ending and sequence.num_undecided_tokens <= self.scheduler.run_ahead
-            assert row.num_tokens > 0 and sequence.num_computed_tokens <= sequence.num_tokens
+            assert not sequence.tokens.is_ending and sequence.tokens.num_undecided <= self.scheduler.run_ahead
+            assert row.num_tokens > 0 and sequence.kv.num_computed <= len(sequence.tokens)
             slots = self.slots_of(row)
             assert row.num_context_tokens == len(slots)
-            assert row.token_ids == tuple(sequence.token_ids[slot] for slot in slots[row.num_computed_tokens :])
-            blocks = [sequence.block_table[slot // BLOCK_SIZE] for slot in slots[::BLOCK_SIZE]]
+            assert row.token_ids == tuple(sequence.tokens.ids[slot] for slot in slots[row.num_computed_tokens :])
+            blocks = [sequence.kv.block_table[slot // BLOCK_SIZE] for slot in slots[::BLOCK_SIZE]]
             assert list(row.block_table[: len(blocks)]) == blocks
-            assert list(row.sampled) == [row.num_tokens - 1] * (slots[-1] == sequence.num_tokens - 1)
-            if sequence.layout is None:
-                assert (row.position_shift, row.block_lens, slots[-1] + 1) == (0, (), sequence.num_computed_tokens)
+            assert list(row.sampled) == [row.num_tokens - 1] * (slots[-1] == len(sequence.tokens) - 1)
+            if sequence.request.layout is None:
+                assert (row.position_shift, row.block_lens, slots[-1] + 1) == (0, (), sequence.kv.num_computed)
             else:
-                segment = sequence.layout.segments[sequence.layout.at(slots[-1])]
-                start = sequence.layout.starts[sequence.layout.at(slots[-1])]
+                segment = sequence.request.layout.segments[sequence.request.layout.at(slots[-1])]
+                start = sequence.request.layout.starts[sequence.request.layout.at(slots[-1])]
                 assert row.num_computed_tokens + row.position_shift == segment.position + slots[row.num_computed_tokens] - start
                 seen = [at for block, length in enumerate(row.block_lens) for at in range(block * BLOCK_SIZE, block * BLOCK_SIZE + length)]
-                assert [at for at in seen if at < len(slots)] == [at for at, slot in enumerate(slots) if sequence.token_ids[slot] != HOLE]
+                assert [at for at in seen if at < len(slots)] == [at for at, slot in enumerate(slots) if sequence.tokens.ids[slot] != HOLE]
 
     def compute(self, batch: ScheduledBatch) -> None:
         """The model's work on the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
@@ -280,7 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.content[slot] = self.prefix(row.handle, self.slots_of(row)[position] + 1)
                 assert self.content[slot][-1] == token_id
         for row in batch.rows:
-            token_ids = self.sequences[row.handle].token_ids
+            token_ids = self.sequences[row.handle].tokens.ids
             for position, place in enumerate(self.slots_of(row)):  # what its attention reads
                 slot = row.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 assert token_ids[place] == HOLE or self.content[slot] == self.prefix(row.handle, place + 1)
@@ -288,11 +287,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def slots_of(self, row: BatchRow) -> list[int]:
         """The slots of the sequence that the row's attention reads."""
         sequence = self.sequences[row.handle]
-        if (layout := sequence.layout) is None:
+        if (layout := sequence.request.layout) is None:
             return list(range(row.num_context_tokens))
-        number = layout.at(sequence.num_computed_tokens - 1)
+        number = layout.at(sequence.kv.num_computed - 1)
         seen = [slot for each in layout.segments[number].sees for slot in range(layout.starts[each], layout.starts[each + 1])]
-        slots = [*seen, *range(layout.starts[number], sequence.num_tokens)]
+        slots = [*seen, *range(layout.starts[number], len(sequence.tokens))]
         return slots[: row.num_context_tokens]
 
     def score(self, batch: ScheduledBatch) -> None:
@@ -301,24 +300,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequence, none = self.scheduler.running[row.handle], np.zeros((0, 0))
             if row.target_ids:
                 last = row.first_target + len(row.target_ids) - 1
-                assert row.num_computed_tokens < row.first_target <= last <= min(row.num_context_tokens, sequence.num_prompt_tokens - 1)
+                assert row.num_computed_tokens < row.first_target <= last <= min(row.num_context_tokens, sequence.tokens.num_prompt - 1)
                 sequence.scored.append(ScoredTokens(np.array(row.target_ids), none, none, none))
-            if row.sampled and sequence.params.prompt_logprobs is not None:
+            if row.sampled and sequence.request.params.prompt_logprobs is not None:
                 scored = [token_id for each in sequence.scored for token_id in each.logprobs.tolist()]
-                assert scored == sequence.token_ids[1 : sequence.num_prompt_tokens]
+                assert scored == sequence.tokens.ids[1 : sequence.tokens.num_prompt]
 
     def prefix(self, handle: int, num_tokens: int) -> tuple[Any, ...]:
         """All that the last of these tokens depends on. For a segment: what it sees, where it stands, and its own."""
         sequence = self.sequences[handle]
-        if (layout := sequence.layout) is None or num_tokens <= layout.end(0):
-            return (sequence.cache_salt, *islice(sequence.token_ids, num_tokens))
+        if (layout := sequence.request.layout) is None or num_tokens <= layout.end(0):
+            return (sequence.request.cache_salt, *islice(sequence.tokens.ids, num_tokens))
         number = layout.at(num_tokens - 1)
         seen = tuple(self.prefix(handle, layout.end(each)) for each in layout.segments[number].sees)
-        return (sequence.cache_salt, Seen(seen, layout.segments[number].position), *sequence.token_ids[layout.starts[number] : num_tokens])
+        return (sequence.request.cache_salt, Seen(seen, layout.segments[number].position), *sequence.tokens.ids[layout.starts[number] : num_tokens])
 
     @invariant()
     def every_block_is_counted_once_for_each_holder(self) -> None:
-        held = [block_id for sequence in self.sequences for block_id in sequence.block_table]
+        held = [block_id for sequence in self.sequences for block_id in sequence.kv.block_table]
         assert self.blocks.ref_counts == [held.count(block_id) for block_id in range(self.blocks.num_blocks)]
         free = [*self.blocks.empty, *self.blocks.evictable]
         assert sorted([*set(held), *free]) == list(range(self.blocks.num_blocks))
@@ -354,34 +353,35 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def decided_of(self, sequence: Sequence) -> list[tuple[Any, ...]]:
         """All that the last decided token of each of its segments depends on."""
-        ends = [sequence.layout.end(number) for number in range(len(sequence.layout.segments) - 1)] if sequence.layout is not None else []
-        return [*(self.prefix(sequence.handle, end) for end in ends), (*self.prefix(sequence.handle, sequence.num_prompt_tokens), *self.log[sequence.handle])]
+        layout = sequence.request.layout
+        ends = [layout.end(number) for number in range(len(layout.segments) - 1)] if layout is not None else []
+        return [*(self.prefix(sequence.handle, end) for end in ends), (*self.prefix(sequence.handle, sequence.tokens.num_prompt), *self.log[sequence.handle])]
 
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:
         for sequence in self.sequences:
             is_running, is_waiting = sequence.handle in self.scheduler.running, sequence in self.scheduler.waiting
-            assert is_running or not sequence.block_table
+            assert is_running or not sequence.kv.block_table
             assert is_running + is_waiting + sequence.is_finished == 1
-            assert sequence.layout is not None or len(sequence.block_table) * BLOCK_SIZE >= sequence.num_computed_tokens
+            assert sequence.request.layout is not None or len(sequence.kv.block_table) * BLOCK_SIZE >= sequence.kv.num_computed
 
     @invariant()
     def nobody_is_further_ahead_of_the_log_than_it_may_be(self) -> None:
         for sequence in self.sequences:
-            assert 0 <= sequence.num_undecided_tokens <= (0 if self.is_inline else self.scheduler.run_ahead + 1)
-            assert sequence.num_output_tokens <= (sequence.params.max_tokens or 0)
+            assert 0 <= sequence.tokens.num_undecided <= (0 if self.is_inline else self.scheduler.run_ahead + 1)
+            assert sequence.tokens.num_output <= (sequence.request.params.max_tokens or 0)
             if not sequence.is_finished:
-                assert sequence.token_ids[sequence.num_prompt_tokens : sequence.num_decided_tokens] == self.log[sequence.handle]
+                assert sequence.tokens.ids[sequence.tokens.num_prompt : sequence.tokens.num_decided] == self.log[sequence.handle]
 
     @invariant()
     def the_places_of_each_tenant_are_counted(self) -> None:
-        assert dict(self.scheduler._num_running) == dict(Counter(each.tenant_id for each in self.scheduler.running.values()))
+        assert dict(self.scheduler._num_running) == dict(Counter(each.request.tenant_id for each in self.scheduler.running.values()))
 
     def check_counts(self, sequence: Sequence) -> None:
-        for num_tokens in (sequence.num_decided_tokens, sequence.num_tokens):  # what is foreseen may be left out
-            assert counted(sequence.output_counts(num_tokens)) == Counter(sequence.token_ids[sequence.num_prompt_tokens : num_tokens])
-            there = [token_id for token_id in sequence.token_ids[:num_tokens] if token_id != HOLE]
-            assert counted(sequence.seen_counts(num_tokens)) == Counter(there)
+        for num_tokens in (sequence.tokens.num_decided, len(sequence.tokens)):  # what is foreseen may be left out
+            assert counted(sequence.tokens.output_counts(num_tokens)) == Counter(sequence.tokens.ids[sequence.tokens.num_prompt : num_tokens])
+            there = [token_id for token_id in sequence.tokens.ids[:num_tokens] if token_id != HOLE]
+            assert counted(sequence.tokens.seen_counts(num_tokens)) == Counter(there)
             assert sequence.history(num_tokens).tolist() == there
 
     def teardown(self) -> None:

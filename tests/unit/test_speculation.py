@@ -86,13 +86,12 @@ def test_what_followed_before_is_proposed_and_a_loop_goes_on() -> None:
 
 def test_what_is_foreseen_is_matched_and_what_came_otherwise_is_not_remembered() -> None:
     lookup, sequence = Lookup(), make_sequence(1, [1, 2, 3, 4, 1], 99)
-    sequence.token_ids.append(2)
-    sequence.num_undecided_tokens = 1
+    sequence.tokens.foresee(2)
     assert proposed(lookup, sequence, 2) == Drafts([3, 4], 1)
-    sequence.drop_tokens(5)
-    sequence.token_ids += [9, 1, 2]
+    sequence.tokens.truncate(5)
+    sequence.tokens.ids += [9, 1, 2]
     assert proposed(lookup, sequence, 2) == Drafts([3, 4], 1)
-    sequence.token_ids += [7, 1, 9]
+    sequence.tokens.ids += [7, 1, 9]
     assert proposed(lookup, sequence, 2) == Drafts([1, 2], 1)
 
 
@@ -100,7 +99,7 @@ def end(lookup: Lookup, handle: int, answer: list[int], **fields: Any) -> None:
     """A request that was answered so."""
     sequence = make_sequence(handle, [50, 51], 99, **fields)
     proposed(lookup, sequence)
-    sequence.token_ids += answer
+    sequence.tokens.ids += answer
     lookup.forget(handle)
 
 
@@ -153,13 +152,13 @@ def test_no_token_of_a_prediction_counts_twice(prediction: list[int], answer: li
     assert 0 <= follower.num_accepted <= min(len(prediction), len(answer) + len(answer)) and follower.num_rejected >= 0
     sequence = make_sequence(1, [9, 9], 99, prediction=prediction)
     proposer, decided = PredictionProposer(), len(answer) // 2
-    sequence.token_ids += answer[:decided]
+    sequence.tokens.ids += answer[:decided]
     proposer.propose({1: Wanted(sequence, most)})
-    sequence.token_ids += answer[decided:]
-    sequence.num_undecided_tokens = len(answer) - decided
+    for token_id in answer[decided:]:
+        sequence.tokens.foresee(token_id)
     found = proposer.propose({1: Wanted(sequence, most)})
     assert found.get(1, Drafts([])).token_ids == follower.expected(most), "foreseen tokens are followed, and can be taken back"
-    sequence.drop_tokens(2 + decided)
+    sequence.tokens.truncate(2 + decided)
     again = proposer.propose({1: Wanted(sequence, most)})
     assert again.get(1, Drafts([])).token_ids == follow(prediction, answer[:decided]).expected(most)
 

@@ -67,32 +67,30 @@ class BlockManager:
 
         All or nothing. Returns whether there were enough free blocks.
         """
-        if sequence.layout is not None:
-            num_tokens = sequence.layout.skip_holes(num_tokens)
-        missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
-        tail = self._shared_tail(sequence) if sequence.has_shared_tail else None
+        if sequence.request.layout is not None:
+            num_tokens = sequence.request.layout.skip_holes(num_tokens)
+        missing = self.num_blocks_for(num_tokens) - len(sequence.kv.block_table)
+        tail = self._shared_tail(sequence) if sequence.kv.has_shared_tail else None
         if max(0, missing) + (tail is not None) > self.num_free_blocks:
             return False
         if tail is not None:
-            shared = sequence.block_table[tail]
-            sequence.block_table[tail] = own = self._take()
+            shared = sequence.kv.block_table[tail]
+            sequence.kv.block_table[tail] = own = self._take()
             self.copies[own] = self.copies.get(shared, shared)
             self._release(shared)
-            sequence.num_shared_blocks -= tail < sequence.num_shared_blocks
-        sequence.has_shared_tail = False
+            sequence.kv.num_shared_blocks -= tail < sequence.kv.num_shared_blocks
+        sequence.kv.has_shared_tail = False
         for _ in range(missing):
-            sequence.block_table.append(self._take())
+            sequence.kv.block_table.append(self._take())
         return True
 
     def free(self, sequence: Sequence) -> None:
         """Take all of the sequence's blocks back, the last first: what begins like it can use the
         beginning for longer."""
         self._keep_tail(sequence)
-        for block_id in reversed(sequence.block_table):
+        for block_id in reversed(sequence.kv.block_table):
             self._release(block_id)
-        sequence.block_table.clear()
-        sequence.num_computed_tokens = sequence.num_committed_blocks = sequence.num_shared_blocks = 0
-        sequence.has_shared_tail = False
+        sequence.kv.clear()
 
     def match(self, sequence: Sequence) -> list[int]:
         """The cached blocks of the longest prefix of the sequence that is computed, of its reusable
@@ -109,7 +107,7 @@ class BlockManager:
     def reuse(self, sequence: Sequence) -> bool:
         """At the beginning of a segment that is not the first: go on behind its blocks that are
         cached. `match` sees only those before the first that is missing. Returns whether it did."""
-        layout, first = sequence.layout, sequence.num_computed_tokens
+        layout, first = sequence.request.layout, sequence.kv.num_computed
         if layout is None or not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
             return False
         number, last = layout.at(first), sequence.num_reusable_tokens
@@ -119,17 +117,17 @@ class BlockManager:
         names = (self._hash(sequence, each) for each in range(place, last // self.block_size))
         found = [self.cached_blocks[name] for name in takewhile(lambda name: name in self.cached_blocks, names)]
         num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in found)
-        if not found or place - len(sequence.block_table) > self.num_free_blocks - num_unheld:
+        if not found or place - len(sequence.kv.block_table) > self.num_free_blocks - num_unheld:
             return False
         for block_id in found:
             self._hold(sequence, block_id)
-        while len(sequence.block_table) < place:  # blocks of holes alone
-            sequence.block_table.append(self._take())
-        for block_id in sequence.block_table[place : place + len(found)]:
+        while len(sequence.kv.block_table) < place:  # blocks of holes alone
+            sequence.kv.block_table.append(self._take())
+        for block_id in sequence.kv.block_table[place : place + len(found)]:
             self._release(block_id)
-        sequence.block_table[place : place + len(found)] = found
-        sequence.num_committed_blocks = place + len(found)
-        sequence.num_computed_tokens = layout.skip_holes(sequence.num_committed_blocks * self.block_size)
+        sequence.kv.block_table[place : place + len(found)] = found
+        sequence.kv.num_committed_blocks = place + len(found)
+        sequence.kv.num_computed = layout.skip_holes(sequence.kv.num_committed_blocks * self.block_size)
         return True
 
     def num_held(self, sequence: Sequence) -> int:
@@ -144,7 +142,7 @@ class BlockManager:
     def _names(self, sequence: Sequence) -> list[list[bytes]]:
         """The hashes of the sequence's reusable blocks, by segment; without segments all are of one."""
         num_blocks = sequence.num_reusable_tokens // self.block_size
-        starts = sequence.layout.starts if sequence.layout is not None else [0]
+        starts = sequence.request.layout.starts if sequence.request.layout is not None else [0]
         borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
         return [[self._hash(sequence, number) for number in range(first, last)] for first, last in pairwise(borders)]
 
@@ -152,7 +150,7 @@ class BlockManager:
         """Behind what `match` found: the cached block that begins with the most of the sequence's next
         reusable tokens, and how many. None: there is none."""
         start = len(matched) * self.block_size
-        wanted = sequence.token_ids[start : min(sequence.num_reusable_tokens, start + self.block_size)]
+        wanted = sequence.tokens.ids[start : min(sequence.num_reusable_tokens, start + self.block_size)]
         children = self.children.get(self._parent(sequence, len(matched)), {}) if self.prefix_caching and wanted else {}
         lengths = {block_id: common_length(self.origins[block_id][1], wanted) for block_id in islice(reversed(children), MOST_CHILDREN)}
         longest = max(lengths, key=lambda block_id: lengths[block_id], default=None)
@@ -180,7 +178,7 @@ class BlockManager:
         """A free block for the keys and values of one of the sequence's blocks that is `missing`, which
         come from elsewhere. It is in the prefix cache from now on, and held by nobody."""
         block_id = self._take()
-        number = sequence.block_hashes.index(name)
+        number = sequence.kv.block_hashes.index(name)
         self._offer(self._parent(sequence, number), self._tokens(sequence, number), name, block_id)
         self._release(block_id)
         return block_id
@@ -188,47 +186,47 @@ class BlockManager:
     def share(self, sequence: Sequence, block_ids: list[int], num_tokens: int) -> None:
         """Begin a sequence with blocks that hold its first num_tokens tokens already. The last of
         them may be full in part only."""
-        assert not sequence.block_table and num_tokens < sequence.num_tokens
+        assert not sequence.kv.block_table and num_tokens < len(sequence.tokens)
         for block_id in block_ids:
             self._hold(sequence, block_id)
-        sequence.block_table.extend(block_ids)
-        if sequence.layout is not None:
+        sequence.kv.block_table.extend(block_ids)
+        if sequence.request.layout is not None:
             # where another's longer block ends a segment here, the segment's own last block is never offered
-            num_tokens = sequence.layout.skip_holes(num_tokens)
-        sequence.num_computed_tokens = num_tokens
-        sequence.num_committed_blocks = num_tokens // self.block_size
-        sequence.has_shared_tail = num_tokens % self.block_size != 0
+            num_tokens = sequence.request.layout.skip_holes(num_tokens)
+        sequence.kv.num_computed = num_tokens
+        sequence.kv.num_committed_blocks = num_tokens // self.block_size
+        sequence.kv.has_shared_tail = num_tokens % self.block_size != 0
 
     def common_blocks(self, parent: Sequence, child: Sequence) -> list[int]:
         """The parent's blocks that a fork keeps sharing: those before the one that the child writes
         first."""
-        return parent.block_table[: min(parent.num_prompt_tokens, child.num_tokens - 1) // self.block_size]
+        return parent.kv.block_table[: min(parent.tokens.num_prompt, len(child.tokens) - 1) // self.block_size]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Begin a child with its parent's blocks, as far as the two have their tokens in common:
         the prompt, but for the token it needs logits of."""
-        num_tokens = min(parent.num_prompt_tokens, child.num_tokens - 1)
-        assert parent.num_computed_tokens >= num_tokens
-        self.share(child, parent.block_table[: self.num_blocks_for(num_tokens)], num_tokens)
-        parent.has_shared_tail = parent.has_shared_tail or child.has_shared_tail
+        num_tokens = min(parent.tokens.num_prompt, len(child.tokens) - 1)
+        assert parent.kv.num_computed >= num_tokens
+        self.share(child, parent.kv.block_table[: self.num_blocks_for(num_tokens)], num_tokens)
+        parent.kv.has_shared_tail = parent.kv.has_shared_tail or child.kv.has_shared_tail
 
     def commit(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks, whose tokens are decided and whose KV is written, to
         the prefix cache. Of two equal blocks the first stays."""
-        num_full = min(sequence.num_computed_tokens, sequence.num_decided_tokens) // self.block_size
+        num_full = min(sequence.kv.num_computed, sequence.tokens.num_decided) // self.block_size
         if not self.prefix_caching:
             return
-        for number in range(sequence.num_committed_blocks, num_full):
-            name, block_id = self._hash(sequence, number), sequence.block_table[number]
+        for number in range(sequence.kv.num_committed_blocks, num_full):
+            name, block_id = self._hash(sequence, number), sequence.kv.block_table[number]
             if name not in self.cached_blocks:
                 self._offer(self._parent(sequence, number), self._tokens(sequence, number), name, block_id)
                 if self.fresh is not None:
                     self.fresh.append((name, block_id))
-        sequence.num_committed_blocks = num_full
+        sequence.kv.num_committed_blocks = num_full
 
-    def forget_hashes(self, sequence: Sequence) -> None:
-        """The sequence has lost tokens: so have its last hashes."""
-        del sequence.block_hashes[sequence.num_tokens // self.block_size :]
+    def forget_hashes(self, sequence: Sequence, num_tokens: int) -> None:
+        """Only the sequence's first num_tokens are the same as before."""
+        del sequence.kv.block_hashes[num_tokens // self.block_size :]
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """The copies (from, to) to be made before the next step."""
@@ -239,7 +237,7 @@ class BlockManager:
     def _hash(self, sequence: Sequence, number: int) -> bytes:
         """The hash of the sequence's number-th block: of its tokens, all before them, and its
         root."""
-        hashes = sequence.block_hashes
+        hashes = sequence.kv.block_hashes
         while len(hashes) <= number:
             hashes.append(block_hash(self._parent(sequence, len(hashes)), self._tokens(sequence, len(hashes))))
         return hashes[number]
@@ -247,23 +245,23 @@ class BlockManager:
     def _parent(self, sequence: Sequence, number: int) -> bytes:
         """The hash of what the sequence's number-th block goes on from: the block before it, or the
         root of the sequence, or of a segment."""
-        before = self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.cache_salt)
-        if sequence.layout is None:
+        before = self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.request.cache_salt)
+        if sequence.request.layout is None:
             return before
-        return sequence.layout.parent(prefix_root(self.fingerprint, salt=sequence.cache_salt), sequence.block_hashes, number)
+        return sequence.request.layout.parent(prefix_root(self.fingerprint, salt=sequence.request.cache_salt), sequence.kv.block_hashes, number)
 
     def _tokens(self, sequence: Sequence, number: int) -> list[int]:
-        return sequence.token_ids[number * self.block_size : (number + 1) * self.block_size]
+        return sequence.tokens.ids[number * self.block_size : (number + 1) * self.block_size]
 
     def _keep_tail(self, sequence: Sequence) -> None:
         """Offer the last block of a sequence that is about to go, which is not full, as far as its
         tokens are decided and computed: whoever goes on from there begins with it."""
-        num_tokens = min(sequence.num_computed_tokens, sequence.num_decided_tokens)
+        num_tokens = min(sequence.kv.num_computed, sequence.tokens.num_decided)
         number = num_tokens // self.block_size
-        tokens = sequence.token_ids[number * self.block_size : num_tokens]
+        tokens = sequence.tokens.ids[number * self.block_size : num_tokens]
         if not self.prefix_caching or not tokens:
             return
-        block_id, parent = sequence.block_table[number], self._parent(sequence, number)
+        block_id, parent = sequence.kv.block_table[number], self._parent(sequence, number)
         is_own = self.ref_counts[block_id] == 1 and self.block_hashes[block_id] is None and block_id not in self.copies
         if is_own and (name := block_hash(parent, tokens)) not in self.cached_blocks:
             self._offer(parent, tokens, name, block_id)
@@ -280,10 +278,10 @@ class BlockManager:
     def _shared_tail(self, sequence: Sequence) -> int | None:
         """The place in the table of the block that the sequence would write next, if it must
         not."""
-        number = sequence.num_computed_tokens // self.block_size
-        if number >= len(sequence.block_table):
+        number = sequence.kv.num_computed // self.block_size
+        if number >= len(sequence.kv.block_table):
             return None
-        block_id = sequence.block_table[number]
+        block_id = sequence.kv.block_table[number]
         return number if self.ref_counts[block_id] > 1 or self.block_hashes[block_id] is not None else None
 
     def _hold(self, sequence: Sequence, block_id: int) -> None:
@@ -291,7 +289,7 @@ class BlockManager:
         if self.ref_counts[block_id] == 0:
             del self.evictable[block_id]
         else:
-            sequence.num_shared_blocks += 1
+            sequence.kv.num_shared_blocks += 1
         self.ref_counts[block_id] += 1
 
     def _take(self) -> int:

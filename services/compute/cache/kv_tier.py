@@ -46,9 +46,9 @@ class KVTier:
         whether all are restored; the others' turn comes before the next step."""
         until = time.perf_counter() + READ_BUDGET_S
         for sequence in sequences:
-            if not sequence.is_restored:
-                sequence.is_restored = self.stored.is_broken or not self._is_worth_it(token_s) or self._restore(sequence, until)
-            if not sequence.is_restored:
+            if not sequence.kv.is_restored:
+                sequence.kv.is_restored = self.stored.is_broken or not self._is_worth_it(token_s) or self._restore(sequence, until)
+            if not sequence.kv.is_restored:
                 return False
         return True
 

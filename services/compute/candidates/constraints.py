@@ -150,11 +150,11 @@ class Constraints:
         found = set()
         for handle, matcher in list(self.late.items()):
             sequence = matcher.sequence
-            if matcher.is_busy or sequence.is_pending:
+            if matcher.is_busy or sequence.tokens.is_pending:
                 found.add(handle)
             elif not matcher.is_slow:
                 del self.late[handle]
-            elif not sequence.is_ending and not (turn := matcher.step_to([sequence.prefix()])).is_there:
+            elif not sequence.tokens.is_ending and not (turn := matcher.step_to([sequence.prefix()])).is_there:
                 self._fill([turn], self._slow_maskers)
                 found.add(handle)
         return frozenset(found)
@@ -208,7 +208,7 @@ class Constraints:
         if not opening.compiling.done():
             return None
         sequence = opening.sequence
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        output = sequence.tokens.ids[sequence.tokens.num_prompt :]
         if opening.matcher is None:
             grammar = opening.compiling.result()
             self.grammars.begin(grammar, self._running())

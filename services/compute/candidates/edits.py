@@ -58,20 +58,20 @@ def edits_of(prefix: Prefix, grammar_mask: Array | None, vocab_size: int) -> Row
     """The edits of the row of the token after the prefix, but for llama.cpp's chain. grammar_mask: of
     row_mask.py, what its grammar allows. Raises Invalid if nothing is allowed, IndexError."""
     sequence, num_tokens = prefix.sequence, prefix.num_tokens
-    params, edits = sequence.params, RowEdits()
+    params, edits = sequence.request.params, RowEdits()
     if params.edits_logits:
         if params.repetition_penalty != 1.0:
-            seen = sequence.seen_counts(num_tokens).token_ids
+            seen = sequence.tokens.seen_counts(num_tokens).token_ids
             edits.add(Kind.REPETITION, seen, np.array([params.repetition_penalty], np.float32), vocab_size)
         if (params.frequency_penalty or params.presence_penalty) and prefix.num_output_tokens:
-            counts = sequence.output_counts(num_tokens)
+            counts = sequence.tokens.output_counts(num_tokens)
             amounts = np.float32(params.frequency_penalty) * counts.times + np.float32(params.presence_penalty)
             edits.add(Kind.OUTPUT, counts.token_ids, amounts, vocab_size)
         if params.logit_bias:
             biased, biases = np.array(list(params.logit_bias), np.int64), np.array(list(params.logit_bias.values()), np.float32)
             edits.add(Kind.BIAS, biased, biases, vocab_size)
     if params.dry is not None and params.dry.multiplier > 0.0:
-        edits.add(Kind.DRY, *dry_penalties(sequence.history(num_tokens), params.dry, sequence.dry_breakers), vocab_size)
+        edits.add(Kind.DRY, *dry_penalties(sequence.history(num_tokens), params.dry, sequence.request.dry_breakers), vocab_size)
     edits.mask = allowed_tokens(prefix, grammar_mask, vocab_size)
     if edits.mask is None and (banned := banned_tokens(prefix)):
         edits.add(Kind.BANNED, np.array(banned, np.int64), NO_AMOUNT, vocab_size)

@@ -64,37 +64,37 @@ class Matcher:
         before. What was decided when it was last asked stands; what was foreseen then may have come
         otherwise."""
         sequence, keys, last = self.sequence, tuple(prefix.key for prefix in prefixes), prefixes[-1].num_tokens
-        num_same, end = self._num_same(last), sequence.num_prompt_tokens + len(self.token_ids)
+        num_same, end = self._num_same(last), sequence.tokens.num_prompt + len(self.token_ids)
         if num_same == end == last and self.filling is not None and set(keys) <= set(self.keys):
             return Turn(sequence, self, keys, 0, ())
         at, parts = min(num_same, prefixes[0].num_tokens), []
         num_taken_back = end - at
         for prefix in prefixes:
-            parts.append(sequence.token_ids[at : prefix.num_tokens])
+            parts.append(sequence.tokens.ids[at : prefix.num_tokens])
             at = prefix.num_tokens
         return Turn(sequence, self, keys, num_taken_back, tuple(parts))
 
     def follow(self) -> None:
         """Come to the sequence's last token, in the loop: no mask is wanted. Not while it is busy.
         The state may be in error then."""
-        sequence, num_same = self.sequence, self._num_same(self.sequence.num_tokens)
-        num_taken_back = sequence.num_prompt_tokens + len(self.token_ids) - num_same
-        if not num_taken_back and num_same == sequence.num_tokens:
+        sequence, num_same = self.sequence, self._num_same(len(self.sequence.tokens))
+        num_taken_back = sequence.tokens.num_prompt + len(self.token_ids) - num_same
+        if not num_taken_back and num_same == len(sequence.tokens):
             return
         self.filling = None  # its masks are those of other tokens
         if num_taken_back:
             self.state.rollback(num_taken_back)
             del self.token_ids[-num_taken_back:]
-        if sequence.num_tokens > num_same:
-            self.state.consume_tokens(sequence.token_ids[num_same:])
-            self.token_ids.extend(sequence.token_ids[num_same:])
-        self.num_decided = min(sequence.num_decided_tokens - sequence.num_prompt_tokens, len(self.token_ids))
+        if len(sequence.tokens) > num_same:
+            self.state.consume_tokens(sequence.tokens.ids[num_same:])
+            self.token_ids.extend(sequence.tokens.ids[num_same:])
+        self.num_decided = min(sequence.tokens.num_decided - sequence.tokens.num_prompt, len(self.token_ids))
 
     def _num_same(self, last: int) -> int:
         """How many of the sequence's first `last` tokens the state has taken in, the prompt among
         them."""
-        first, known = self.sequence.num_prompt_tokens + self.num_decided, self.token_ids[self.num_decided :]
-        present = self.sequence.token_ids[first:last]
+        first, known = self.sequence.tokens.num_prompt + self.num_decided, self.token_ids[self.num_decided :]
+        present = self.sequence.tokens.ids[first:last]
         return first + next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
 
 
@@ -120,7 +120,7 @@ class Turn:
         del matcher.token_ids[len(matcher.token_ids) - self.num_taken_back :]
         for part in self.parts:
             matcher.token_ids.extend(part)
-        matcher.num_decided = min(sequence.num_decided_tokens - sequence.num_prompt_tokens, len(matcher.token_ids))
+        matcher.num_decided = min(sequence.tokens.num_decided - sequence.tokens.num_prompt, len(matcher.token_ids))
         matcher.filling, matcher.keys, matcher.seconds = filling, self.keys, 0.0
 
 

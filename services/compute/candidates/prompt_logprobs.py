@@ -31,7 +31,7 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
     if not asked:
         return {}
     targets = np.array([token_id for _, target_ids in asked for token_id in target_ids], np.int64)
-    k = max(sequence.params.prompt_logprobs or 0 for sequence, _ in asked)
+    k = max(sequence.request.params.prompt_logprobs or 0 for sequence, _ in asked)
     parts, at = [], 0
     for logits in slices:
         parts.append(score_rows(logits, targets[at : at + len(logits)], k, search))
@@ -39,7 +39,7 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
     whole = join_scored(parts)
     failures: dict[int, RequestError] = {}
     for (sequence, target_ids), end in zip(asked, accumulate(len(target_ids) for _, target_ids in asked), strict=True):
-        rows, own = slice(end - len(target_ids), end), slice(sequence.params.prompt_logprobs)
+        rows, own = slice(end - len(target_ids), end), slice(sequence.request.params.prompt_logprobs)
         sequence.scored.append(ScoredTokens(whole.logprobs[rows], whole.ranks[rows], whole.top_token_ids[rows, own], whole.top_logprobs[rows, own]))
         if np.isnan(whole.logprobs[rows]).any():
             failures[sequence.handle] = RequestError(NOT_FINITE)
@@ -84,8 +84,8 @@ def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
 def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
     """The logprobs of the sequence's prompt, all of which is scored; None, if nothing was asked or
     its first token's entry holds it already."""
-    if sequence.params.prompt_logprobs is None or sequence.num_decided_tokens > sequence.num_prompt_tokens:
+    if sequence.request.params.prompt_logprobs is None or sequence.tokens.num_decided > sequence.tokens.num_prompt:
         return None
     whole = join_scored(sequence.scored)
-    token_ids = np.array(sequence.token_ids[: sequence.num_prompt_tokens], np.int32)
+    token_ids = np.array(sequence.tokens.ids[: sequence.tokens.num_prompt], np.int32)
     return PromptLogprobs(token_ids, whole.logprobs, whole.ranks, whole.top_token_ids.ravel(), whole.top_logprobs.ravel())

@@ -131,7 +131,7 @@ def begin_reduction(logits: torch.Tensor, prefixes: list[Prefix], search: RowSea
         if failure := failure or failure_of(lambda: edits.update({row: edits_of(prefix, mask, logits.shape[1])}), logits.device):  # noqa: B023
             failures[key] = failure
     apply_edits(logits, edits, search)
-    edited = {row: EditedRow(prefix := prefixes[row], prefix.previous_token_id, prefix.sequence.params) for row in edits}
+    edited = {row: EditedRow(prefix := prefixes[row], prefix.previous_token_id, prefix.sequence.request.params) for row in edits}
     if any(each.has_chain for each in edited.values()):
         failures |= apply_chains(logits, edited, search)
     if len(edited) < len(prefixes):

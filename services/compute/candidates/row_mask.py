@@ -24,12 +24,12 @@ def allowed_tokens(prefix: Prefix, grammar_mask: Array | None, vocab_size: int) 
 
     grammar_mask: what its grammar allows, of the same form. Raises Invalid if no token is left.
     """
-    sequence, params = prefix.sequence, prefix.sequence.params
+    sequence, params = prefix.sequence, prefix.sequence.request.params
     if grammar_mask is None and not params.allowed_token_ids:
         return None
     mask = np.full(num_bytes(vocab_size), 255, np.uint8) if grammar_mask is None else grammar_mask.copy()
     if grammar_mask is not None:
-        enders = np.array(sequence.eos_token_ids, np.int64)
+        enders = np.array(sequence.request.eos_token_ids, np.int64)
         # the library allows the model's end tokens exactly where the grammar accepts
         if (mask[enders >> 3] >> (enders & 7) & 1).any():
             enders = np.concatenate((enders, np.array(params.stop_token_ids, np.int64)))
@@ -52,16 +52,16 @@ def banned_tokens(prefix: Prefix) -> list[int]:
     """The tokens that may not come next, without a grammar: ends before min_tokens, and the last
     tokens of bad words."""
     sequence = prefix.sequence
-    is_early = prefix.position <= sequence.params.min_tokens
-    return [*sequence.eos_token_ids, *sequence.params.stop_token_ids, *bad_tokens(prefix)] if is_early else bad_tokens(prefix)
+    is_early = prefix.position <= sequence.request.params.min_tokens
+    return [*sequence.request.end_token_ids, *bad_tokens(prefix)] if is_early else bad_tokens(prefix)
 
 
 def bad_tokens(prefix: Prefix) -> list[int]:
     """The tokens that would complete a bad word."""
     found = []
-    for token_ids in prefix.sequence.params.bad_words_token_ids:
+    for token_ids in prefix.sequence.request.params.bad_words_token_ids:
         begun = len(token_ids) - 1
-        if begun <= prefix.num_output_tokens and prefix.sequence.token_ids[prefix.num_tokens - begun : prefix.num_tokens] == list(token_ids[:-1]):
+        if begun <= prefix.num_output_tokens and prefix.sequence.tokens.ids[prefix.num_tokens - begun : prefix.num_tokens] == list(token_ids[:-1]):
             found.append(token_ids[-1])
     return found
 

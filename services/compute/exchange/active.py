@@ -13,7 +13,7 @@ class ActiveRequest:
     """Kept by its sequence's handle, in one place: ComputeService.active."""
 
     sequence: Sequence
-    request: TokenizedRequest
+    message: TokenizedRequest  # what was asked, as it came
     entry_id: bytes  # of the group entry that stays pending until the request has ended
     gateway_id: str | None  # who reads it
     sampler_id: str | None = None  # to whom the sequence was introduced last; None: to nobody

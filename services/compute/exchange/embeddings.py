@@ -14,7 +14,8 @@ from shared.wire.token_log import write_end
 def write_embeddings(pipe: Pipeline, model: str, ended: Sequence[tuple[ActiveRequest, Array]], replica_id: str) -> None:
     now = time.time()
     for active, vector in ended:
-        sequence, request = active.sequence, active.request
+        sequence, request = active.sequence, active.message
         moments = Moments(request.request_id, 0, request.tokenized_at, active.scheduled_at, now, replica_id)
-        event = TokenEvent(sequence.request_id, 0, None, "", sequence.num_prompt_tokens, sequence.num_cached_tokens, finish_reason="stop", embedding=vector)
+        num_prompt, num_cached = sequence.tokens.num_prompt, sequence.num_cached_tokens
+        event = TokenEvent(request.request_id, 0, None, "", num_prompt, num_cached, finish_reason="stop", embedding=vector)
         write_end(pipe, model, event, active.gateway_id, (moments,))

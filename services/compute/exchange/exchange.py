@@ -169,7 +169,7 @@ class Exchange:
         self.undecided.forget(active.sequence.handle)
         if tell_sampler:
             self.samplers.forget(active)
-        self.acknowledge(active.entry_id, active.request.request_id)
+        self.acknowledge(active.entry_id, active.message.request_id)
 
     def drop(self, active: ActiveRequest) -> None:
         """Another replica has claimed the request: it is no business of this one any more."""

@@ -33,7 +33,7 @@ class Samplers:
             return []
         self.live = live
         for handle, active in self.active.items():
-            if active.sampler_id is not None and active.sampler_id != choose_replica(active.request.request_id, live):
+            if active.sampler_id is not None and active.sampler_id != choose_replica(active.message.request_id, live):
                 if active.sampler_id in live:
                     self._forget[active.sampler_id].append(handle)
                 active.sampler_id = None
@@ -49,7 +49,7 @@ class Samplers:
         for index, handle in enumerate(rows.handles.tolist()):
             active = self.active[handle]
             if active.sampler_id is None:
-                active.sampler_id = choose_replica(active.request.request_id, self.live)
+                active.sampler_id = choose_replica(active.message.request_id, self.live)
                 if active.sampler_id is None:
                     continue
                 intros[active.sampler_id].append(introduction(active, self.fingerprint))
@@ -72,20 +72,20 @@ class Samplers:
 
 def introduction(active: ActiveRequest, fingerprint: str) -> SequenceIntro:
     """The introduction of a sequence to a sampler, by a replica of this fingerprint."""
-    sequence, request = active.sequence, active.request
+    sequence, request = active.sequence, active.message
     scored = prompt_logprobs(sequence)
-    wants_ids = sequence.params.returns_prompt_token_ids and sequence.num_decided_tokens == sequence.num_prompt_tokens
+    wants_ids = sequence.request.params.returns_prompt_token_ids and sequence.tokens.num_decided == sequence.tokens.num_prompt
     return SequenceIntro(
         handle=sequence.handle,
         request_id=request.request_id,
         gateway_id=active.gateway_id,
-        params=sequence.params,
-        eos_token_ids=sequence.eos_token_ids,
+        params=sequence.request.params,
+        eos_token_ids=sequence.request.eos_token_ids,
         num_prompt_tokens=sequence.num_prompt_ids,
         prompt_tail=request.prompt_token_ids[-PROMPT_TAIL:],
         echo_text=request.echo_text,
         num_cached_tokens=sequence.num_cached_tokens,
-        num_decided_tokens=sequence.num_decided_tokens - sequence.num_prompt_tokens,
+        num_decided_tokens=sequence.tokens.num_decided - sequence.tokens.num_prompt,
         prompt_logprobs=None if scored is None else replace(scored, text_offsets=request.echo_offsets),
         prompt_token_ids=request.prompt_token_ids if wants_ids else None,
         traceparent=request.traceparent,

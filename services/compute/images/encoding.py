@@ -39,7 +39,7 @@ class Opening:
 
     @property
     def order(self) -> tuple[int, float]:
-        return self.sequence.priority, self.sequence.arrived_at
+        return self.sequence.request.priority, self.sequence.request.arrived_at
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class ImageEncoding:
 
     def expired(self, now: float) -> list[Sequence]:
         """The sequences whose deadline has passed."""
-        return [each.sequence for each in self.opening.values() if each.sequence.deadline is not None and each.sequence.deadline < now]
+        return [each.sequence for each in self.opening.values() if each.sequence.request.deadline is not None and each.sequence.request.deadline < now]
 
     def step(self, *, is_busy: bool) -> list[tuple[Sequence, RequestError | None]]:
         """Go on. Returns the sequences that have all their images now, and, with an error, those that

@@ -98,7 +98,7 @@ class Paged:
         self.num_running = len(running)
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
-        needed = num_new_blocks(self.block_manager, min(sequence.num_tokens + 1, sequence.max_num_tokens), matched)
+        needed = num_new_blocks(self.block_manager, min(len(sequence.tokens) + 1, sequence.max_num_tokens), matched)
         if self.num_running and needed + self.num_running > self.block_manager.num_free_blocks:
             return False
         self.num_running += 1
@@ -141,9 +141,9 @@ class Predicted:
 
     def observe(self, running: Collection[Sequence]) -> None:
         self._running = list(running)
-        self.lengths.estimate([each.num_output_tokens for each in running])
+        self.lengths.estimate([each.tokens.num_output for each in running])
         self._blocks = self._future(self._running)
-        self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(len(each.block_table) - each.num_shared_blocks for each in running)
+        self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(len(each.kv.block_table) - each.kv.num_shared_blocks for each in running)
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
         shared = sum(self.block_manager.ref_counts[block_id] > 0 for block_id in matched)
@@ -155,8 +155,8 @@ class Predicted:
         self._running.append(sequence)
         self._num_admitted += 1
         if self._num_admitted % COHORT_EVERY == 0 and len(self._cohorts) < MAX_COHORTS:
-            members = {each.handle: (each.num_tokens, each.num_output_tokens, each.num_shared_blocks) for each in self._running}
-            members[sequence.handle] = (sequence.num_tokens, sequence.num_output_tokens, shared)
+            members = {each.handle: (len(each.tokens), each.tokens.num_output, each.kv.num_shared_blocks) for each in self._running}
+            members[sequence.handle] = (len(sequence.tokens), sequence.tokens.num_output, shared)
             self._cohorts.append(Cohort(peak - self._num_fixed_blocks, members, {}))
         return True
 
@@ -164,9 +164,9 @@ class Predicted:
         return num_tokens
 
     def ended(self, sequence: Sequence, *, is_complete: bool) -> None:
-        length = sequence.num_output_tokens
+        length = sequence.tokens.num_output
         if is_complete:
-            self.lengths.add(length, ended_by_itself=length < (sequence.params.max_tokens or 0))
+            self.lengths.add(length, ended_by_itself=length < (sequence.request.params.max_tokens or 0))
         for cohort in self._cohorts:
             if sequence.handle in cohort.members:
                 cohort.num_remaining[sequence.handle] = length - cohort.members[sequence.handle][1]
@@ -185,11 +185,11 @@ class Predicted:
         mean, variance, most = np.zeros((3, len(self._horizon)))
         if not sequences:
             return mean, variance, most
-        now = np.array([len(each.token_ids) for each in sequences], np.int32)[:, None]
-        outputs = now - np.array([each.num_prompt_tokens for each in sequences], np.int32)[:, None]
+        now = np.array([len(each.tokens.ids) for each in sequences], np.int32)[:, None]
+        outputs = now - np.array([each.tokens.num_prompt for each in sequences], np.int32)[:, None]
         # who asks for none holds its prompt all the same
-        limits = np.array([max(each.params.max_tokens or 0, 1) for each in sequences], np.int32)[:, None]
-        shared = np.array([each.num_shared_blocks for each in sequences])[:, None] if num_shared is None else num_shared
+        limits = np.array([max(each.request.params.max_tokens or 0, 1) for each in sequences], np.int32)[:, None]
+        shared = np.array([each.kv.num_shared_blocks for each in sequences])[:, None] if num_shared is None else num_shared
         # of the horizon, until the last must have ended
         size = int(np.searchsorted(self._horizon, (limits - outputs).max()))
         horizon = self._horizon[:size]

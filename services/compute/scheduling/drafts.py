@@ -38,11 +38,11 @@ class Drafting:
 def room_for_drafts(sequence: Sequence, most: int, blocks: BlockManager, *, has_spare: bool) -> int:
     """How many drafts the sequence may have, and has slots for; has_spare: it may take a block for
     them."""
-    num_tokens = sequence.num_tokens
-    is_copied = sequence.has_shared_tail or sequence.block_table[sequence.num_computed_tokens // blocks.block_size] in blocks.copies
-    if is_copied or sequence.is_pending or not sequence.is_scored:
+    num_tokens = len(sequence.tokens)
+    is_copied = sequence.kv.has_shared_tail or sequence.kv.block_table[sequence.kv.num_computed // blocks.block_size] in blocks.copies
+    if is_copied or sequence.tokens.is_pending or not sequence.is_scored:
         return 0
     wanted = min(most, sequence.max_num_tokens - num_tokens - 1)
     if has_spare and wanted > 0:
-        blocks.grow(sequence, min(num_tokens + wanted, (len(sequence.block_table) + 1) * blocks.block_size))
-    return min(wanted, len(sequence.block_table) * blocks.block_size - num_tokens)
+        blocks.grow(sequence, min(num_tokens + wanted, (len(sequence.kv.block_table) + 1) * blocks.block_size))
+    return min(wanted, len(sequence.kv.block_table) * blocks.block_size - num_tokens)

@@ -28,15 +28,16 @@ class FoundPrefixes:
 
     def reuse(self, sequence: Sequence) -> None:
         """Pass over what is cached of the segments that begin where the sequence is."""
-        num_computed = sequence.num_computed_tokens
-        while sequence.layout is not None and self.block_manager.reuse(sequence):
+        num_computed = sequence.kv.num_computed
+        while sequence.request.layout is not None and self.block_manager.reuse(sequence):
             pass
-        if sequence.num_computed_tokens > num_computed and sequence.num_preemptions == 0:
+        if sequence.kv.num_computed > num_computed and sequence.num_preemptions == 0:
             self._count(sequence, num_computed)
 
     def _count(self, sequence: Sequence, num_computed: int) -> None:
         """Count the tokens that were found beyond so many slots."""
-        first, last = (min(each, sequence.num_prompt_tokens) for each in (num_computed, sequence.num_computed_tokens))
-        num_found = last - first if sequence.layout is None else sequence.layout.num_tokens_in(last) - sequence.layout.num_tokens_in(first)
+        layout, num_prompt = sequence.request.layout, sequence.tokens.num_prompt
+        first, last = min(num_computed, num_prompt), min(sequence.kv.num_computed, num_prompt)
+        num_found = last - first if layout is None else layout.num_tokens_in(last) - layout.num_tokens_in(first)
         sequence.num_cached_tokens += num_found
         self.num_hits += num_found

@@ -29,7 +29,7 @@ class NewStep:
             return left
         if cost is None:
             return min(left, FIRST_CHUNK)
-        num_context_tokens = sum([sequence.num_tokens for sequence in self.decodes])
+        num_context_tokens = sum([len(sequence.tokens) for sequence in self.decodes])
         return min(left, max(cost.tokens_within(bound_s, num_context_tokens) - len(self.decodes), at_least))
 
 
@@ -37,31 +37,31 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
     """The row of the sequence's next num_tokens tokens, of which the last num_drafts are guessed.
     They count as computed from now on, and the logprobs of its prompt as scored that follow from
     them."""
-    first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-    is_sampled = last == len(sequence.token_ids) and sequence.embedding is None
+    first, last = sequence.kv.num_computed, sequence.kv.num_computed + num_tokens
+    is_sampled = last == len(sequence.tokens.ids) and sequence.request.embedding is None
     sampled = range(num_tokens - 1 - num_drafts, num_tokens) if is_sampled else range(0)
     pooled = sequence.pooled_tokens(first, last)
     first_target, target_ids = (0, ()) if sequence.is_scored else take_targets(sequence, last)
-    token_ids = tuple(sequence.token_ids[first:last])
-    if (layout := sequence.layout) is not None:
-        sequence.num_computed_tokens = layout.skip_holes(last)
+    token_ids = tuple(sequence.tokens.ids[first:last])
+    if (layout := sequence.request.layout) is not None:
+        sequence.kv.advance(layout.skip_holes(last))
         return segment_row(sequence, layout, token_ids, first, sampled)
-    sequence.num_computed_tokens = last
+    sequence.kv.advance(last)
     return BatchRow(
-        sequence.handle, token_ids, first, sequence.block_table.frozen, sampled, sequence.num_prompt_tokens,
+        sequence.handle, token_ids, first, sequence.kv.block_table.frozen, sampled, sequence.tokens.num_prompt,
         first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
-        sequence.position_shift if first >= sequence.num_prompt_tokens else 0, images=sequence.images_in(first, last),
-        sees_whole_images=sequence.sees_whole_images, positions=positions_of(sequence, first, last),
+        sequence.request.position_shift if first >= sequence.tokens.num_prompt else 0, images=sequence.request.images_in(first, last),
+        sees_whole_images=sequence.request.sees_whole_images, positions=positions_of(sequence, first, last),
     )  # fmt: skip
 
 
 def positions_of(sequence: Sequence, first: int, last: int) -> tuple[tuple[int, ...], ...]:
     """The positions of the tokens [first, last), where those of its prompt have three dimensions and some
     are among them."""
-    if sequence.positions is None or first >= sequence.num_prompt_tokens:
+    if sequence.request.positions is None or first >= sequence.tokens.num_prompt:
         return ()
-    of_prompt = sequence.positions[:, first:last]
-    behind = range(sequence.num_prompt_tokens + sequence.position_shift, last + sequence.position_shift)
+    of_prompt = sequence.request.positions[:, first:last]
+    behind = range(sequence.tokens.num_prompt + sequence.request.position_shift, last + sequence.request.position_shift)
     return tuple((*each, *behind) for each in of_prompt.tolist())
 
 
@@ -69,14 +69,14 @@ def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], 
     """The row of some tokens of one segment, from the slot `first` on: its blocks are those of what
     the segment sees, then its own."""
     number, size, lens = layout.at(first), layout.block_size, layout.block_lens
-    table: list[int] = sequence.block_table
+    table: list[int] = sequence.kv.block_table
     start, end = layout.starts[number], -(-(first + len(token_ids)) // layout.block_size)
     own, num_seen = table[start // size : end], start
     if number < len(layout.segments) - 1:  # the last one sees all
         seen = layout.seen_blocks(number)
         table, lens, num_seen = [table[each] for each in seen], [lens[each] for each in seen], len(seen) * size
     return BatchRow(
-        sequence.handle, token_ids, num_seen + first - start, (*table[: num_seen // size], *own), sampled, sequence.num_prompt_tokens,
+        sequence.handle, token_ids, num_seen + first - start, (*table[: num_seen // size], *own), sampled, sequence.tokens.num_prompt,
         position_shift=layout.segments[number].position - num_seen, block_lens=(*lens, *(size,) * len(own)),
     )  # fmt: skip
 
@@ -85,6 +85,6 @@ def take_targets(sequence: Sequence, num_computed: int) -> tuple[int, tuple[int,
     """The place of the first token of its prompt that has no logprobs yet, and that token and those
     after it that follow one of its first num_computed tokens."""
     first_target = sequence.num_scored_tokens + 1
-    target_ids = tuple(sequence.token_ids[first_target : min(num_computed + 1, sequence.num_prompt_tokens)])
+    target_ids = tuple(sequence.tokens.ids[first_target : min(num_computed + 1, sequence.tokens.num_prompt)])
     sequence.num_scored_tokens += len(target_ids)
     return first_target, target_ids

@@ -12,7 +12,7 @@ Decide = Callable[[ScheduledBatch, list[Sequence]], Iterable[int]]
 
 def has_all_tokens(sequence: Sequence) -> bool:
     """The usual end: as many tokens as were asked for."""
-    return sequence.num_output_tokens == sequence.params.max_tokens
+    return sequence.tokens.num_output == sequence.request.params.max_tokens
 
 
 def run_step(scheduler: Scheduler, decide: Decide, *, is_over: Callable[[Sequence], bool] = has_all_tokens) -> ScheduledBatch | None:

@@ -97,9 +97,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """The sequence waits its turn. It must fit an otherwise empty cache at its longest."""
         assert self.block_manager.num_blocks_for(sequence.max_num_tokens) <= self.block_manager.num_blocks
-        sequence.rank = sequence.arrived_at + sequence.priority * self.aging_s
+        sequence.rank = sequence.request.arrived_at + sequence.request.priority * self.aging_s
         self.waiting.push(sequence)
-        self.shares.arrived(sequence.tenant_id, sequence.arrived_at)
+        self.shares.arrived(sequence.request.tenant_id, sequence.request.arrived_at)
 
     def next_to_begin(self) -> list[Sequence]:
         """Sequences that may begin now: the heads of the queue, and by rank as many as there are places."""
@@ -139,53 +139,40 @@ class Scheduler:
         chunks = [self._advance(sequence, count) for sequence, count in step.chunks]
         return ScheduledBatch((*decodes, *chunks), len(decodes), copies)
 
-    def append(self, sequence: Sequence, token_id: int, *, is_decided: bool = True) -> None:
-        """The sequence's next token: decided, or foreseen, or PENDING."""
-        assert is_decided <= (sequence.num_undecided_tokens == 0)
-        sequence.token_ids.append(token_id)
-        sequence.num_undecided_tokens += not is_decided
+    def append(self, sequence: Sequence, token_id: int) -> None:
+        """The sequence's next token was decided."""
+        sequence.tokens.append(token_id)
 
-    def reveal(self, sequence: Sequence, token_id: int, *, is_continued: bool) -> None:
-        """The token that was PENDING. is_continued: what a step computes on it already, if one
-        does, stands; else it is to be computed, or never will be."""
-        assert sequence.is_pending
-        sequence.token_ids[-1] = token_id
+    def settle(self, sequence: Sequence, token_id: int, *, num_standing: int, is_continued: bool) -> None:
+        """The token that was PENDING, behind the drafts that stand. is_continued: what a step computes
+        on it already, if one does, stands; else it is to be computed, or never will be."""
+        num_tokens = len(sequence.tokens)
+        sequence.tokens.settle(token_id, num_standing=num_standing)
+        if len(sequence.tokens) < num_tokens:
+            self.block_manager.forget_hashes(sequence, len(sequence.tokens) - 1)
         if not is_continued:
-            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
-
-    def settle(self, sequence: Sequence, drafts: range, token_id: int) -> None:
-        """These of its drafts came true; this token follows them, and all else goes."""
-        self.truncate(sequence, drafts.stop)
-        sequence.foreseen_drafts.extend(drafts)
-        self.append(sequence, token_id, is_decided=False)
+            sequence.kv.rewind(len(sequence.tokens) - 1)
 
     def take_back(self, prefix: Prefix) -> None:
-        """The row that was computed on these tokens comes to nothing: the last of them is to be
-        computed again, and what follows it."""
+        """The row computed on these tokens comes to nothing: the last of them is computed again, and
+        drafts behind them go."""
         sequence = prefix.sequence
-        if sequence.num_tokens > prefix.num_tokens:
-            self.truncate(sequence, prefix.num_tokens)  # they were drafts
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, prefix.num_tokens - 1)
-        sequence.num_committed_blocks = min(sequence.num_committed_blocks, sequence.num_computed_tokens // self.block_manager.block_size)
-        sequence.has_shared_tail = True  # its last block may be in the prefix cache by now
+        if len(sequence.tokens) > prefix.num_tokens:
+            self.truncate(sequence, prefix.num_tokens)
+        sequence.kv.recompute(prefix.num_tokens - 1, self.block_manager.block_size)
 
     def confirm(self, sequence: Sequence) -> None:
         """The first of the foreseen tokens was decided."""
-        assert sequence.num_undecided_tokens > 0
-        sequence.num_undecided_tokens -= 1
-        if sequence.foreseen_drafts and sequence.foreseen_drafts[0] < sequence.num_decided_tokens:
-            sequence.foreseen_drafts.popleft()
-        if sequence.num_decided_tokens % self.block_manager.block_size == 0:
+        sequence.tokens.confirm()
+        if sequence.tokens.num_decided % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """The foreseen tokens after the first num_tokens are not to be. What follows is `append`,
-        or `finish`."""
-        assert sequence.num_decided_tokens <= num_tokens <= sequence.num_tokens
-        sequence.drop_tokens(num_tokens)
-        sequence.is_ending = False
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
-        self.block_manager.forget_hashes(sequence)
+        """Drop the undecided tokens behind the first num_tokens. What follows is `append`, or
+        `finish`."""
+        sequence.tokens.truncate(num_tokens)
+        sequence.kv.rewind(num_tokens)
+        self.block_manager.forget_hashes(sequence, num_tokens)
 
     def finish(self, sequence: Sequence, *, is_complete: bool = False) -> None:
         """The sequence has ended, waiting or running, with its answer (is_complete, its last token
@@ -204,12 +191,12 @@ class Scheduler:
         is_in = (sequence.handle in self.apart) == self._is_apart
         if sequence.handle in self.in_stages or (sequence.handle in self.held and sequence.handle in self.running):
             return False
-        return is_in and not sequence.is_ending and sequence.num_undecided_steps <= self.run_ahead
+        return is_in and not sequence.tokens.is_ending and sequence.tokens.num_undecided_steps <= self.run_ahead
 
     def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
         """The sequence's row of the step, which counts as computed from now on."""
         row = advance(sequence, num_tokens, num_drafts)
-        if num_tokens > 1 or sequence.num_computed_tokens % self.block_manager.block_size == 0:
+        if num_tokens > 1 or sequence.kv.num_computed % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
         return row
 
@@ -217,13 +204,12 @@ class Scheduler:
         """Append drafts to sequences of a step without prompts. Returns how many, by handle."""
         if self.drafting is None or step.chunks or self._is_apart:
             return {}
-        able = [each for each in step.decodes if self.shares.least in (None, each.tenant_id)]  # where tenants bound the step, who wants least
+        able = [each for each in step.decodes if self.shares.least in (None, each.request.tenant_id)]  # where tenants bound the step, who wants least
         room = min(self._budget(step, at_least=0), self.drafting.max_sampled - len(step.decodes))
         num_spare = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
         found = self.drafting.draft(able, room, self.block_manager, num_spare)
         for handle, token_ids in found.items():
-            for token_id in token_ids:
-                self.append(self.running[handle], token_id, is_decided=False)
+            self.running[handle].tokens.draft(token_ids)
         return {handle: len(token_ids) for handle, token_ids in found.items()}
 
     def _schedule_decodes(self, step: NewStep) -> list[Sequence]:
@@ -236,8 +222,8 @@ class Scheduler:
         turns = self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1])
         # so that each stage has its part of them to compute
         for sequence in turns[: -(-(len(turns) + len(self.in_stages)) // self.num_stages)]:
-            num_computed = sequence.num_computed_tokens
-            has_block = num_computed < len(sequence.block_table) * self.block_manager.block_size and not sequence.has_shared_tail
+            num_computed = sequence.kv.num_computed
+            has_block = num_computed < len(sequence.kv.block_table) * self.block_manager.block_size and not sequence.kv.has_shared_tail
             if has_block or self._make_room(sequence, num_computed + 1, step):
                 step.decodes.append(sequence)
         return behind
@@ -260,7 +246,7 @@ class Scheduler:
         for sequence in sorted(behind, key=self.shares.order):
             self.prefixes.reuse(sequence)
             num_tokens = sequence.chunk(budget - self.shares.kept_from(sequence), self.max_batched_tokens - step.num_tokens)
-            if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, step):
+            if num_tokens > 0 and self._make_room(sequence, sequence.kv.num_computed + num_tokens, step):
                 step.chunks.append((sequence, num_tokens))
                 budget -= num_tokens
         return budget
@@ -284,12 +270,12 @@ class Scheduler:
     def _verdict(self, sequence: Sequence, budget: int) -> Begin | MakeRoom | Wait:
         """Whether the head of the queue may begin. What keeps it is looked for in the order of what
         it costs to find out."""
-        if not self._can_run(sequence) or not (self.splits_prompts or sequence.num_tokens <= budget):
+        if not self._can_run(sequence) or not (self.splits_prompts or len(sequence.tokens) <= budget):
             return Wait()
         if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < RETRY_EVERY:
             # it did not fit a few steps ago, and nothing has ended since
             return Wait(self._refused[1] + 1)
-        if self.awaits_restoring and not sequence.is_restored:
+        if self.awaits_restoring and not sequence.kv.is_restored:
             return Wait()
         if len(self.running) >= self.max_num_seqs:
             victim = self._victim(sequence)
@@ -297,7 +283,7 @@ class Scheduler:
         twin = self.groups.twin(sequence)
         if twin is not None and twin.handle in self.in_stages and not sequence.is_scored:
             return Wait()
-        if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
+        if twin is not None and twin.kv.num_computed < twin.tokens.num_prompt:
             if self._can_run(twin):
                 return Wait()  # when the twin's prompt is computed, this one need not be
             twin = None
@@ -324,24 +310,28 @@ class Scheduler:
         """
         if not self.admission.preempts or self._is_apart:
             return None
-        own = [each.priority for each in self.running.values() if each.tenant_id == sequence.tenant_id]
-        if own and min(own) <= sequence.priority:
+        own = [each.request.priority for each in self.running.values() if each.request.tenant_id == sequence.request.tenant_id]
+        if own and min(own) <= sequence.request.priority:
             return None
-        others = [each for each in self.running.values() if each.priority >= sequence.priority and each.handle not in self.apart and not each.is_ending]
-        able = [each for each in others if each.priority > sequence.priority and each.rank > sequence.rank]
+        others = [
+            each
+            for each in self.running.values()
+            if each.request.priority >= sequence.request.priority and each.handle not in self.apart and not each.tokens.is_ending
+        ]
+        able = [each for each in others if each.request.priority > sequence.request.priority and each.rank > sequence.rank]
         # each of the others' places but the first counts like aging_s of waiting, as it does for
         # who begins
         if not able and not own:
-            able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.tenant_id] - 1) > sequence.rank]
-        return max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each)), default=None)
+            able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.request.tenant_id] - 1) > sequence.rank]
+        return max(able, key=lambda each: (each.request.priority, self._num_running[each.request.tenant_id], *_rank(each)), default=None)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int, *, is_fork: bool) -> bool:
         """Whether there are free blocks for the sequence's first chunk now; with segments, of which
         later ones may be found, for all of it that nobody holds."""
-        blocks, budget = self.block_manager, max(budget, sequence.largest_whole)
-        if sequence.layout is not None and not is_fork:
-            return blocks.num_blocks_for(sequence.num_tokens) - blocks.num_held(sequence) <= blocks.num_free_blocks
-        num_tokens = sequence.num_tokens if sequence.layout is not None else min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
+        blocks, budget = self.block_manager, max(budget, sequence.request.largest_whole)
+        if sequence.request.layout is not None and not is_fork:
+            return blocks.num_blocks_for(len(sequence.tokens)) - blocks.num_held(sequence) <= blocks.num_free_blocks
+        num_tokens = len(sequence.tokens) if sequence.request.layout is not None else min(len(sequence.tokens), len(matched) * blocks.block_size + budget)
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
@@ -350,7 +340,7 @@ class Scheduler:
         matched, twin = verdict.matched, verdict.twin
         self.waiting.remove(sequence)
         self.running[sequence.handle] = sequence
-        self._num_running[sequence.tenant_id] += 1
+        self._num_running[sequence.request.tenant_id] += 1
         if twin is not None:
             self.block_manager.fork(twin, sequence)
             if not sequence.is_scored:
@@ -360,7 +350,7 @@ class Scheduler:
         self.groups.join(sequence)
         self.prefixes.begun(sequence)
         num_tokens = sequence.chunk(budget, self.max_batched_tokens - step.num_tokens)
-        last = sequence.num_computed_tokens + num_tokens
+        last = sequence.kv.num_computed + num_tokens
         has_grown = self.block_manager.grow(sequence, self.admission.num_tokens_held(sequence, last))
         assert has_grown, "admitted without blocks"
         if num_tokens:  # else its image waits for a step with more room
@@ -382,16 +372,15 @@ class Scheduler:
             step.decodes.remove(sequence)
         step.chunks = [chunk for chunk in step.chunks if chunk[0] is not sequence]
         self._leave(sequence)
-        sequence.is_restored = False
         self.waiting.push(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.handle]
-        self._num_running[sequence.tenant_id] -= 1
-        if not self._num_running[sequence.tenant_id]:
-            del self._num_running[sequence.tenant_id]
+        self._num_running[sequence.request.tenant_id] -= 1
+        if not self._num_running[sequence.request.tenant_id]:
+            del self._num_running[sequence.request.tenant_id]
         self.block_manager.free(sequence)
         self.groups.leave(sequence)
 

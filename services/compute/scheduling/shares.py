@@ -55,8 +55,8 @@ class Shares:
         None while it is unknown. most_tokens: bound of any step."""
         num_tokens, num_context_tokens = Counter(waiting), Counter(waiting)
         for sequence in running:
-            num_tokens[sequence.tenant_id] += sequence.num_uncomputed_tokens
-            num_context_tokens[sequence.tenant_id] += sequence.num_tokens
+            num_tokens[sequence.request.tenant_id] += sequence.num_uncomputed_tokens
+            num_context_tokens[sequence.request.tenant_id] += len(sequence.tokens)
         self.bound_s = self.least = None
         self.num_awaited_tokens = 0
         self.is_prompts_turn = True
@@ -85,11 +85,11 @@ class Shares:
             return decodes
         by_tenant: dict[str, list[Sequence]] = {}
         for sequence in sorted(decodes, key=lambda each: self._turns.get(each.handle, 0)):
-            by_tenant.setdefault(sequence.tenant_id, []).append(sequence)
+            by_tenant.setdefault(sequence.request.tenant_id, []).append(sequence)
         chosen = by_tenant.pop(self.least, [])
-        num_tokens, num_context_tokens = self._num_least_tokens, sum([each.num_tokens for each in chosen])
+        num_tokens, num_context_tokens = self._num_least_tokens, sum([len(each.tokens) for each in chosen])
         for sequence in [each for layer in zip_longest(*by_tenant.values()) for each in layer if each is not None]:
-            num_tokens, num_context_tokens = num_tokens + 1, num_context_tokens + sequence.num_tokens
+            num_tokens, num_context_tokens = num_tokens + 1, num_context_tokens + len(sequence.tokens)
             if chosen and self._cost.seconds(num_tokens, num_context_tokens) > self.bound_s:
                 break
             chosen.append(sequence)
@@ -100,8 +100,8 @@ class Shares:
 
     def kept_from(self, sequence: Sequence) -> int:
         """Tokens of the step that this sequence's prompt may not have."""
-        return 0 if sequence.tenant_id == self.least else self.num_awaited_tokens
+        return 0 if sequence.request.tenant_id == self.least else self.num_awaited_tokens
 
     def order(self, sequence: Sequence) -> tuple[bool, float, int]:
         """The order in which prompts get their chunks."""
-        return self.least is not None and sequence.tenant_id != self.least, sequence.rank, sequence.handle
+        return self.least is not None and sequence.request.tenant_id != self.least, sequence.rank, sequence.handle

@@ -32,10 +32,10 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         self._by_handle[sequence.handle] = sequence
-        self._num_tokens_of[sequence.handle] = sequence.num_tokens
-        self.num_tokens[sequence.tenant_id] += sequence.num_tokens
-        self._num_with_deadline += sequence.deadline is not None
-        heapq.heappush(self._heaps.setdefault((sequence.tenant_id, sequence.priority), []), (sequence.rank, sequence.handle, sequence))
+        self._num_tokens_of[sequence.handle] = len(sequence.tokens)
+        self.num_tokens[sequence.request.tenant_id] += len(sequence.tokens)
+        self._num_with_deadline += sequence.request.deadline is not None
+        heapq.heappush(self._heaps.setdefault((sequence.request.tenant_id, sequence.request.priority), []), (sequence.rank, sequence.handle, sequence))
 
     def head(self, handicap: Callable[[str], float], but: frozenset[int] = frozenset()) -> Sequence | None:
         """The one whose turn it is, of all but some handles.
@@ -46,8 +46,8 @@ class WaitingQueue:
         tops = [top for key in list(self._heaps) if (top := self._top(key, but)) is not None]
         if not tops:
             return None
-        priority = min(tops)[2].priority
-        return min((rank + handicap(each.tenant_id), handle, each) for rank, handle, each in tops if each.priority <= priority)[2]
+        priority = min(tops)[2].request.priority
+        return min((rank + handicap(each.request.tenant_id), handle, each) for rank, handle, each in tops if each.request.priority <= priority)[2]
 
     def head_of(self, handles: frozenset[int]) -> Sequence | None:
         """The smallest rank among some handles."""
@@ -55,11 +55,11 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._by_handle[sequence.handle]
-        self._num_with_deadline -= sequence.deadline is not None
-        self.num_tokens[sequence.tenant_id] -= self._num_tokens_of.pop(sequence.handle)
-        if not self.num_tokens[sequence.tenant_id]:
-            del self.num_tokens[sequence.tenant_id]
-        heap = self._heaps[sequence.tenant_id, sequence.priority]
+        self._num_with_deadline -= sequence.request.deadline is not None
+        self.num_tokens[sequence.request.tenant_id] -= self._num_tokens_of.pop(sequence.handle)
+        if not self.num_tokens[sequence.request.tenant_id]:
+            del self.num_tokens[sequence.request.tenant_id]
+        heap = self._heaps[sequence.request.tenant_id, sequence.request.priority]
         if heap[0][2] is sequence:
             heapq.heappop(heap)
 
@@ -67,7 +67,7 @@ class WaitingQueue:
         """Sequences that have not begun, and whose deadline is over."""
         if not self._num_with_deadline:
             return []
-        return [sequence for sequence in self if sequence.deadline is not None and sequence.deadline <= now and not sequence.has_begun]
+        return [sequence for sequence in self if sequence.request.deadline is not None and sequence.request.deadline <= now and not sequence.has_begun]
 
     def _top(self, key: tuple[str, int], but: frozenset[int]) -> Entry | None:
         """The smallest rank of a heap, if anything that counts is in it."""

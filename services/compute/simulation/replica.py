@@ -11,7 +11,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.machine import Cost
 from services.compute.simulation.roofline import Work, pairs_of
 from services.compute.simulation.trace import TraceRequest
@@ -34,18 +34,17 @@ class CountedBlocks(BlockManager):
         return self._num_free
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        missing = self.num_blocks_for(num_tokens) - len(sequence.kv.block_table)
         if missing > self._num_free:
             return False
         if missing > 0:
-            sequence.block_table.extend(bytes(missing))
+            sequence.kv.block_table.extend(bytes(missing))
             self._num_free -= missing
         return True
 
     def free(self, sequence: Sequence) -> None:
-        self._num_free += len(sequence.block_table)
-        sequence.block_table.clear()
-        sequence.num_computed_tokens = sequence.num_committed_blocks = 0
+        self._num_free += len(sequence.kv.block_table)
+        sequence.kv.clear()
 
 
 class SteadyScheduler(Scheduler):
@@ -64,12 +63,13 @@ class SteadyScheduler(Scheduler):
         return super().schedule()
 
     def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:  # noqa: ARG002
-        sequence.num_computed_tokens = last = sequence.num_computed_tokens + num_tokens
+        last = sequence.kv.num_computed + num_tokens
+        sequence.kv.advance(last)
         self.num_tokens += num_tokens
         self.num_context_tokens += last
         self.num_pairs += pairs_of(num_tokens, last)
         self.num_rows += 1
-        if last == len(sequence.token_ids):
+        if last == len(sequence.tokens.ids):
             self.sampled.append(sequence)
         return ROW
 
@@ -158,7 +158,7 @@ class Replica:
         tokens = cast(list[int], bytearray(request.num_prompt_tokens + num_output_tokens))
         params = params_for(self.max_total_tokens - request.num_prompt_tokens)
         handle = number + self._num_rounds * len(self.outcomes.requests)  # what comes back has another
-        self.scheduler.add(Sequence(handle, "", tokens, request.num_prompt_tokens, params, arrived_at=request.arrived_at))
+        self.scheduler.add(Sequence(Request(handle, "", params, arrived_at=request.arrived_at), Tokens(tokens, request.num_prompt_tokens)))
 
     def begin_step(self, now: float) -> float | None:
         """The next step begins. Returns when it will end, in s; None if there is nothing to do."""
@@ -194,7 +194,7 @@ class Replica:
         self._num_context_tokens += num_tokens
         while self._ends and self._ends[-1][0] == self._num_steady:
             _, sequence = self._ends.pop()
-            self._num_context_tokens -= sequence.num_tokens + self._num_steady
+            self._num_context_tokens -= len(sequence.tokens) + self._num_steady
             self._advance(sequence)
             self._finish(sequence, now)
 
@@ -203,11 +203,11 @@ class Replica:
         got."""
         self._catch_up()
         held = [*self.scheduler.running.values(), *self.scheduler.waiting]
-        return [(self._number(each), each.num_output_tokens) for each in held]
+        return [(self._number(each), each.tokens.num_output) for each in held]
 
     def hand_on(self, count: int) -> list[int]:
         """Release the last in rank of those that have not begun, so many at most."""
-        waiting = sorted((each.rank, each.handle, each) for each in self.scheduler.waiting if not each.num_output_tokens and not each.has_begun)
+        waiting = sorted((each.rank, each.handle, each) for each in self.scheduler.waiting if not each.tokens.num_output and not each.has_begun)
         for _, _, sequence in waiting[-count:]:
             self.scheduler.finish(sequence)
         self._num_rounds += 1
@@ -220,8 +220,8 @@ class Replica:
     def _append(self, now: float) -> None:
         """The sequences that the step sampled get their tokens."""
         for sequence in self.scheduler.sampled:
-            token_ids = sequence.token_ids
-            num_output_tokens = len(token_ids) - sequence.num_prompt_tokens
+            token_ids = sequence.tokens.ids
+            num_output_tokens = len(token_ids) - sequence.tokens.num_prompt
             if num_output_tokens == 0:
                 self.outcomes.first_at[self._number(sequence)] = now
             token_ids.append(0)
@@ -238,8 +238,8 @@ class Replica:
 
     def _advance(self, sequence: Sequence) -> None:
         """The sequence gets the tokens of the steady steps."""
-        sequence.token_ids.extend(bytes(self._num_steady))
-        sequence.num_computed_tokens += self._num_steady
+        sequence.tokens.ids.extend(bytes(self._num_steady))
+        sequence.kv.advance(sequence.kv.num_computed + self._num_steady)
 
     def _catch_up(self) -> None:
         """All that runs gets the tokens of the steady steps, and blocks for them."""
@@ -247,21 +247,21 @@ class Replica:
         if self._num_steady:
             for sequence in self.scheduler.running.values():
                 self._advance(sequence)
-                if sequence.num_computed_tokens > len(sequence.block_table) * blocks.block_size:
-                    has_grown = blocks.grow(sequence, sequence.num_computed_tokens)
+                if sequence.kv.num_computed > len(sequence.kv.block_table) * blocks.block_size:
+                    has_grown = blocks.grow(sequence, sequence.kv.num_computed)
                     assert has_grown, "more steady steps than memory"
         self._num_steady = self._most_steady = 0
 
     def _look_ahead(self) -> None:
         """Find how many steady steps can follow, and where they end sequences."""
         running, blocks = self.scheduler.running.values(), self.scheduler.block_manager
-        if not running or not self.scheduler.is_blocked or any(each.num_uncomputed_tokens != 1 or not each.num_output_tokens for each in reversed(running)):
+        if not running or not self.scheduler.is_blocked or any(each.num_uncomputed_tokens != 1 or not each.tokens.num_output for each in reversed(running)):
             return
         # a sequence takes a block for each block_size steps
         self._most_steady = blocks.num_free_blocks // len(running) * blocks.block_size
         requests, size = self.outcomes.requests, len(self.outcomes.requests)
-        self._num_context_tokens = sum([len(each.token_ids) for each in running])
-        self._ends = [(requests[each.handle % size].num_output_tokens + each.num_prompt_tokens - len(each.token_ids), each) for each in reversed(running)]
+        self._num_context_tokens = sum([len(each.tokens.ids) for each in running])
+        self._ends = [(requests[each.handle % size].num_output_tokens + each.tokens.num_prompt - len(each.tokens.ids), each) for each in reversed(running)]
         self._ends.sort(key=lambda end: -end[0])  # stable: of those that end together, the first that runs is last
 
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from services.compute.batch import ScheduledBatch
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.trace import TraceRequest
 from shared.model.sampling_params import SamplingParams
 
@@ -95,7 +95,7 @@ def replay(
 
     def is_over(sequence: Sequence) -> bool:
         nonlocal num_ended
-        has_ended = sequence.num_output_tokens == arrivals[sequence.handle].num_output_tokens
+        has_ended = sequence.tokens.num_output == arrivals[sequence.handle].num_output_tokens
         num_ended += has_ended
         return has_ended
 
@@ -119,7 +119,7 @@ def record(result: Replay, sampled: list[Sequence], before: float, now: float) -
     num_usual = 0
     for sequence in sampled:
         timeline = result.timelines[sequence.handle]
-        if sequence.num_output_tokens == 0:
+        if sequence.tokens.num_output == 0:
             timeline.first_at = now
         elif timeline.last_at == before:
             num_usual += 1
@@ -144,7 +144,7 @@ def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | No
     shared = [at % VOCABULARY for at in range(request.num_shared_tokens)]
     tokens = [*shared, number % VOCABULARY, number // VOCABULARY % VOCABULARY, *[0] * num_prompt][:num_prompt]
     max_tokens = num_output if max_total_tokens is None else max_total_tokens - num_prompt
-    return Sequence(number, str(number), tokens, num_prompt, SamplingParams(max_tokens=max_tokens), arrived_at=request.arrived_at)
+    return Sequence(Request(number, str(number), SamplingParams(max_tokens=max_tokens), arrived_at=request.arrived_at), Tokens(tokens, num_prompt))
 
 
 def percentiles(values: Iterable[float]) -> list[float]:

@@ -34,21 +34,17 @@ class Chain:
 
     @property
     def drafts(self) -> list[int]:
-        return self.sequence.token_ids[self.num_tokens :]
+        return self.sequence.tokens.ids[self.num_tokens :]
 
     def row(self, first: int, last: int) -> BatchRow:
         """The tokens [first, last) of the sequence; they draw the next if they are the last."""
         sequence, num = self.sequence, last - first
-        sampled = range(num - 1, num) if last == sequence.num_tokens else range(0)
-        return BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, sequence.block_table.frozen, sampled, sequence.num_prompt_tokens)
-
-    def append(self, token_id: int) -> None:
-        self.sequence.token_ids.append(token_id)
-        self.sequence.num_undecided_tokens += 1
+        sampled = range(num - 1, num) if last == len(sequence.tokens) else range(0)
+        return BatchRow(sequence.handle, tuple(sequence.tokens.ids[first:last]), first, sequence.kv.block_table.frozen, sampled, sequence.tokens.num_prompt)
 
     def withdraw(self) -> None:
         """The sequence is as it was."""
-        self.sequence.drop_tokens(self.num_tokens)
+        self.sequence.tokens.truncate(self.num_tokens)
 
 
 class ChainProposer:
@@ -77,7 +73,7 @@ class ChainProposer:
             while rows:
                 going = [chains[handle] for handle in self._step(chains, rows)]
                 rows = [
-                    chain.row(chain.sequence.num_tokens - 1, chain.sequence.num_tokens)
+                    chain.row(len(chain.sequence.tokens) - 1, len(chain.sequence.tokens))
                     for chain in going
                     if len(chain.levels) < chain.most and chain.chance >= LEAST_CHANCE
                 ]
@@ -98,7 +94,7 @@ class ChainProposer:
         self._levels.pop(handle, None)
 
     def _chain(self, sequence: Sequence, most: int) -> Chain:
-        return Chain(sequence, sequence.num_tokens, min(most, self.max_model_len - sequence.num_tokens))
+        return Chain(sequence, len(sequence.tokens), min(most, self.max_model_len - len(sequence.tokens)))
 
     def _first_rows(self, chains: list[Chain]) -> list[BatchRow]:
         """The tokens of each sequence that the model has not read yet, while the budget lasts: mostly its last
@@ -108,7 +104,7 @@ class ChainProposer:
             [(self.kv.num_known(chain.sequence), chain) for chain in chains], key=lambda each: each[0] - each[1].num_tokens, reverse=True
         ):
             last = min(chain.num_tokens, known + budget)
-            if known < last and max(chain.sequence.token_ids[known:last]) < self.runner.vocab_size:
+            if known < last and max(chain.sequence.tokens.ids[known:last]) < self.runner.vocab_size:
                 rows.append(chain.row(known, last))
                 budget -= last - known
         return rows
@@ -131,8 +127,8 @@ class ChainProposer:
         going = []
         for handle, token_id, margin in zip(found.handles.tolist(), found.chosen.tolist(), margins_of(reduction, found), strict=True):
             chain = chains[handle]
-            if token_id not in chain.sequence.eos_token_ids and token_id not in chain.sequence.params.stop_token_ids:
-                chain.append(token_id)
+            if token_id not in chain.sequence.request.end_token_ids:
+                chain.sequence.tokens.draft([token_id])
                 level = self.margins.level_of(margin)
                 chain.levels.append(level)
                 chain.chance *= self.margins.chance(level)

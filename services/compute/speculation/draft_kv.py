@@ -23,7 +23,7 @@ class TargetKV:
     reads."""
 
     def num_known(self, sequence: Sequence) -> int:
-        return sequence.num_computed_tokens
+        return sequence.kv.num_computed
 
     def wrote(self, sequence: Sequence, first: int, last: int) -> None:
         pass
@@ -50,23 +50,23 @@ class OwnKV:
 
     def num_known(self, sequence: Sequence) -> int:
         size, parent, known = self.block_size, 0, 0
-        for block_id in sequence.block_table:
+        for block_id in sequence.kv.block_table:
             held = self._blocks[block_id]
             if held is None or held.parent != parent:
                 break
-            count = num_equal(held.token_ids, sequence.token_ids[known : known + size])
+            count = num_equal(held.token_ids, sequence.tokens.ids[known : known + size])
             known += count
             if count < size:
                 break
             parent = held.key
-        return min(known, sequence.num_tokens - 1)
+        return min(known, len(sequence.tokens) - 1)
 
     def wrote(self, sequence: Sequence, first: int, last: int) -> None:
-        size, table = self.block_size, sequence.block_table
+        size, table = self.block_size, sequence.kv.block_table
         for number in range(first // size, (last - 1) // size + 1):
             before = self._blocks[table[number - 1]] if number else None
             parent = before.key if before is not None else 0
-            token_ids = sequence.token_ids[number * size : min(last, (number + 1) * size)]
+            token_ids = sequence.tokens.ids[number * size : min(last, (number + 1) * size)]
             self._blocks[table[number]] = BlockContent(parent, token_ids, hash((parent, *token_ids)))
 
 

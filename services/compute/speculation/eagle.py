@@ -68,7 +68,7 @@ class Draft:
 
     def add(self, token_id: int, chance: float) -> None:
         self.chance *= chance
-        ends = token_id in self.sequence.eos_token_ids or token_id in self.sequence.params.stop_token_ids
+        ends = token_id in self.sequence.request.end_token_ids
         if ends or not self.chance >= LEAST_CHANCE:
             self.is_over = True
             return
@@ -127,7 +127,7 @@ class EagleProposer:
         self._unread.pop(handle, None)
 
     def _is_next(self, unread: Unread, sequence: Sequence) -> bool:
-        return bool(unread.token_ids) and unread.end == sequence.num_tokens - 1
+        return bool(unread.token_ids) and unread.end == len(sequence.tokens) - 1
 
     def _hear(self, row: BatchRow, states: Tensor) -> None:
         """states: of the row's first tokens, those that stand."""
@@ -154,7 +154,7 @@ class EagleProposer:
         unread = [self._unread[each.sequence.handle] for each in wanted]
         states = self.head.fuse(torch.cat([state for each in unread for state in each.states]))
         places = [
-            Places(each.first, [*each.token_ids[1:], chain.sequence.token_ids[-1]], chain.sequence.block_table)
+            Places(each.first, [*each.token_ids[1:], chain.sequence.tokens.ids[-1]], chain.sequence.kv.block_table)
             for each, chain in zip(unread, chains, strict=True)
         ]
         for each in unread:
@@ -180,7 +180,7 @@ class EagleProposer:
     def _draw(self, chains: list[Draft], results: Tensor) -> None:
         """Append a draft to each of the chains that go on."""
         positions = [chain.sequence.next_position + len(chain.token_ids) for chain in chains]
-        params = [chain.sequence.params for chain in chains]
+        params = [chain.sequence.request.params for chain in chains]
         guessed = guess(self.head.logits(results), params, positions, self.head.token_ids, self.row_search)
         for chain, token_id, chance in zip(chains, guessed.token_ids.tolist(), guessed.chances.tolist(), strict=True):
             chain.add(token_id, chance)

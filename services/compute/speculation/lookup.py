@@ -32,9 +32,9 @@ class Own:
     def look_up(self, context: list[int], most: int) -> tuple[list[int], int]:
         """The tokens that followed the context's last ones before, and how many of them stood there. Where
         that reaches the end, what follows is taken to go on as it does from there."""
-        num_decided, token_ids = self.sequence.num_decided_tokens, self.sequence.token_ids
+        num_decided, token_ids = self.sequence.tokens.num_decided, self.sequence.tokens.ids
         more = token_ids[max(self.num_indexed, num_decided - OWN_TOKENS) : num_decided]
-        self.index.add([max(each, NO_TOKEN) for each in more] if self.sequence.images else more)
+        self.index.add([max(each, NO_TOKEN) for each in more] if self.sequence.request.images else more)
         self.num_indexed = num_decided
         place, length = self.index.find(context)
         if not length:
@@ -72,7 +72,7 @@ class Lookup:
         if own is None:
             return
         sequence = own.sequence
-        answer = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_decided_tokens][-POOLED_TOKENS:]
+        answer = sequence.tokens.ids[sequence.tokens.num_prompt : sequence.tokens.num_decided][-POOLED_TOKENS:]
         if not answer:
             return
         pool = self._pools.setdefault(owner(sequence), NgramIndex(POOL_TOKENS))
@@ -84,7 +84,7 @@ class Lookup:
     def _look_up(self, sequence: Sequence, most: int) -> Drafts | None:
         if (own := self._own.get(sequence.handle)) is None:
             own = self._own[sequence.handle] = Own(sequence)
-        context = sequence.token_ids[-LONGEST:]
+        context = sequence.tokens.ids[-LONGEST:]
         token_ids, length = own.look_up(context, most)
         grade = grade_of(length)
         if length < LONGEST and (pool := self._pools.get(owner(sequence))) is not None:
@@ -95,7 +95,7 @@ class Lookup:
 
 
 def owner(sequence: Sequence) -> Owner:
-    return sequence.tenant_id, sequence.cache_salt
+    return sequence.request.tenant_id, sequence.request.cache_salt
 
 
 def grade_of(length: int) -> int:

@@ -102,7 +102,7 @@ class MedusaProposer:
             self._states.update({key.handle: LastState(length, state.clone()) for key, length, state in zip(keys, lengths, states, strict=True)})
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        known = [each for handle, each in wanted.items() if (last := self._states.get(handle)) and last.num_tokens == each.sequence.num_tokens]
+        known = [each for handle, each in wanted.items() if (last := self._states.get(handle)) and last.num_tokens == len(each.sequence.tokens)]
         drafts: dict[int, Drafts] = {}
         for at in range(0, len(known), AT_ONCE):
             drafts |= self._propose(known[at : at + AT_ONCE])
@@ -116,7 +116,7 @@ class MedusaProposer:
         states = torch.stack([self._states[each.sequence.handle].state for each in wanted])
         logits = self.heads.logits(states, depth)
         positions = [each.sequence.next_position + number for each in wanted for number in range(depth)]
-        params = [each.sequence.params for each in wanted for _ in range(depth)]
+        params = [each.sequence.request.params for each in wanted for _ in range(depth)]
         guessed = guess(logits, params, positions, self.heads.token_ids, self.row_search)
         chances = guessed.chances.reshape(-1, depth).cumprod(1)
         lengths = (chances >= MIN_CHANCE).sum(1).tolist()

@@ -30,7 +30,7 @@ class PredictionProposer:
         self._followed: dict[int, Followed] = {}  # by handle
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        found = {handle: self._expected(each.sequence, each.most) for handle, each in wanted.items() if each.sequence.prediction}
+        found = {handle: self._expected(each.sequence, each.most) for handle, each in wanted.items() if each.sequence.request.prediction}
         return {handle: Drafts(token_ids) for handle, token_ids in found.items() if token_ids}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
@@ -41,11 +41,11 @@ class PredictionProposer:
 
     def _expected(self, sequence: Sequence, most: int) -> list[int]:
         if (followed := self._followed.get(sequence.handle)) is None:
-            followed = self._followed[sequence.handle] = Followed(PredictionFollower(sequence.prediction), sequence.num_prompt_tokens)
-        for token_id in sequence.token_ids[followed.num_followed : sequence.num_decided_tokens]:
+            followed = self._followed[sequence.handle] = Followed(PredictionFollower(sequence.request.prediction), sequence.tokens.num_prompt)
+        for token_id in sequence.tokens.ids[followed.num_followed : sequence.tokens.num_decided]:
             followed.follower.take(token_id)
-        followed.num_followed = sequence.num_decided_tokens
+        followed.num_followed = sequence.tokens.num_decided
         ahead = followed.follower.copy()
-        for token_id in sequence.token_ids[sequence.num_decided_tokens :]:
+        for token_id in sequence.tokens.ids[sequence.tokens.num_decided :]:
             ahead.take(token_id)
         return ahead.expected(most)

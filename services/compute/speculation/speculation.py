@@ -130,8 +130,8 @@ class Speculation:
     ) -> dict[int, tuple[Kind, list[int]]]:
         """The drafts of one of them: its kind, and those that may run."""
         if proposer.runs_model:
-            # whose caches have no holes, and no images
-            asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.layout is None and not each.sequence.images}
+            # its cache has no holes, and no images
+            asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.request.is_plain}
             most = max((each.most for each in asked.values()), default=0)
             paying = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
             most = most if paying and proposer.stops_itself else paying
@@ -148,7 +148,7 @@ class Speculation:
     def _usable(self, wanted: Wanted, token_ids: list[int]) -> list[int]:
         """The first of the drafts, up to one that can't be, or ends the sequence."""
         sequence = wanted.sequence
-        ends = {*sequence.eos_token_ids, *sequence.params.stop_token_ids}
+        ends = sequence.request.end_token_ids
         count = next((at for at, each in enumerate(token_ids) if each in ends or not 0 <= each < self.vocab_size), len(token_ids))
         return self.constraints.allowed(sequence, token_ids[: min(count, wanted.most)])
 

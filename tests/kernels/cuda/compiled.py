@@ -35,7 +35,7 @@ from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import Reduction, begin_reduction
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.tools.make_model import make_model
 from services.compute.warm_up import warm_up
 from shared.model.sampling_params import SamplingParams
@@ -241,7 +241,7 @@ def launch_server(compiler: Compiler) -> None:
                 runner.kv_cache.copy_blocks(((1, 2), (2, 3)))
                 logits = runner.logits(batch, runner.run(batch))
                 for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
-                    begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params).prefix() for row in rows], backend.row_search)
+                    begin_reduction(logits, [Sequence(Request(row.handle, "", params), Tokens([0], 1)).prefix() for row in rows], backend.row_search)
         if (late := len(compiler.seen) - known) > 0:
             compiler.num_wrong += late
             print(f"sm_{compiler.capability}: {late} kernels were not compiled when the server began")

@@ -17,7 +17,7 @@ from services.compute.backends.cuda.stack import CudaStack
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.executor import DrawnTokens
-from services.compute.sequence import PENDING, Sequence
+from services.compute.sequence import PENDING, Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU
 from tests.kernels.cuda.test_cuda_models import SIZES
@@ -110,7 +110,7 @@ def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[s
             BatchRow(handle, (5,) * (length - 1) + (5 if handle else PENDING,), 0, (0, 1, 2), range(length - 1, length)) for handle, length in enumerate(lens)
         ]
         batch = ScheduledBatch(tuple(rows), lens.count(1))
-        sequences = [Sequence(row.handle, "", [5, *row.token_ids], 1, DRAWS[row.handle % len(DRAWS)], eos_token_ids=(1,)) for row in rows]
+        sequences = [Sequence(Request(row.handle, "", DRAWS[row.handle % len(DRAWS)], eos_token_ids=(1,)), Tokens([5, *row.token_ids], 1)) for row in rows]
         with Operations() as asked:
             hidden = runner.run(batch, DrawnTokens(torch.tensor([7, 8]), {batch.rows[0].key(lens[0] - 1): 1}))
             begin_reduction(runner.logits(batch, hidden), [sequence.prefix() for sequence in sequences], backend.row_search)

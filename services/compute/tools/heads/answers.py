@@ -11,7 +11,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.engine import Engine
 from services.compute.scheduling.offline import run_step
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import SamplingParams
 
@@ -67,7 +67,7 @@ def _answer(engine: Engine, files: ModelFiles, prompts: list[list[int]], samplin
         return token_ids[len(token_ids) - len(sampled) :]
 
     def is_over(sequence: Sequence) -> bool:
-        return sequence.num_output_tokens == sequence.params.max_tokens or sequence.token_ids[-1] in sequence.eos_token_ids
+        return sequence.tokens.num_output == sequence.request.params.max_tokens or sequence.tokens.ids[-1] in sequence.request.eos_token_ids
 
     num_begun = 0
     with tqdm(total=num_tokens, desc="answering", unit="token", file=sys.stderr, mininterval=0.5) as bar:
@@ -75,7 +75,7 @@ def _answer(engine: Engine, files: ModelFiles, prompts: list[list[int]], samplin
             while scheduler.num_unfinished < AT_ONCE and len(token_ids) + scheduler.num_unfinished * LONGEST // 2 < num_tokens:
                 prompt = prompts[num_begun % len(prompts)]
                 params = SamplingParams(max_tokens=min(LONGEST, engine.max_model_len - len(prompt)), seed=sampling.seed + num_begun, **said)  # type: ignore[arg-type]
-                scheduler.add(Sequence(num_begun, str(num_begun), list(prompt), len(prompt), params, files.eos_token_ids, arrived_at=float(num_begun)))
+                scheduler.add(Sequence(Request(num_begun, str(num_begun), params, files.eos_token_ids, arrived_at=float(num_begun)), Tokens(list(prompt))))
                 num_begun += 1
             if run_step(scheduler, decide, is_over=is_over) is None:
                 break
