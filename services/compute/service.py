@@ -36,7 +36,7 @@ from services.compute.speculation.make import make_proposers
 from services.compute.speculation.speculation import Speculation
 from services.compute.stages import StepInStages, StepsInStages
 from services.compute.step_meter import StepMeter
-from services.compute.view import make_view
+from services.compute.view import Snapshot, make_view
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
 from shared.wire.line import Pipeline
@@ -48,6 +48,7 @@ from shared.wire.token_log import end_request
 log = get_logger("penstock.compute")
 
 UPKEEP_EVERY_S = 1.0
+PUBLISH_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
 # that a step waits for masks when its forward pass is over; rows without one sit out
@@ -78,7 +79,9 @@ class ComputeService:
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
-        self._upkept_at = 0.0
+        self._upkept_at = self._published_at = 0.0
+        self._num_published = 0  # requests that had begun when the snapshot was taken
+        self.snapshot = Snapshot()
         stage.on_heartbeat = self.on_heartbeat
 
     def run(self) -> None:
@@ -107,6 +110,7 @@ class ComputeService:
         is_encoding = self.images is not None and bool(self.images.opening)
         self.meter.begin()
         self.receive()
+        self.publish()
         if self.admitter.quarantine.suspects:
             self.stages.empty()  # a step that kills this replica is blamed on who is in it
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
@@ -383,16 +387,36 @@ class ComputeService:
                 log.info("nobody reads this request", request_id=active.message.request_id, gateway_id=active.gateway_id)
                 self.cancel(active)
 
-    def on_heartbeat(self, pipe: Pipeline) -> None:
-        """Keep the entries of active requests, and say how many there are. Runs in the heartbeat's
-        thread."""
-        self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
-        scheduler, blocks = self.scheduler, self.scheduler.block_manager
-        if self.stage.registry.is_watched:
-            show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks, self.speculation.tallies))
-        self.stage.load = load_figures(
-            self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
-            output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed, stolen=self.admitter.num_stolen,
+    def publish(self) -> None:
+        """Leave a snapshot for the heartbeat: now and then, and when requests have come, whose entries it
+        is to keep from now on."""
+        now = time.monotonic()
+        if now < self._published_at + PUBLISH_EVERY_S and self.admitter.num_begun == self._num_published:
+            return
+        self._published_at, self._num_published = now, self.admitter.num_begun
+        figures = (self.tier.figures() if self.tier is not None else {}) | (self.images.figures() if self.images is not None else {})
+        load = load_figures(
+            self.meter,
+            self.scheduler,
+            self.speculation,
+            num_active=len(self.active),
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            surplus_tokens=self.num_surplus_tokens,
+            claimed=self.admitter.num_claimed,
+            stolen=self.admitter.num_stolen,
             offered=self.exchange.num_taken_up,
-            **(self.tier.figures() if self.tier is not None else {}), **(self.images.figures() if self.images is not None else {}),
-        )  # fmt: skip
+            **figures,
+        )
+        view = None
+        if self.stage.registry.is_watched:
+            view = make_view(self.stage.replica_id, self.active.values(), self.scheduler.running, self.scheduler.block_manager, self.speculation.tallies)
+        self.snapshot = Snapshot(tuple(active.entry_id for active in self.active.values()), load, view)
+
+    def on_heartbeat(self, pipe: Pipeline) -> None:
+        """Send the snapshot that the loop left. Runs in the heartbeat's thread, and reads nothing else."""
+        snapshot = self.snapshot
+        self.exchange.prompts.renew(pipe, snapshot.entry_ids)
+        if snapshot.view is not None:
+            show(pipe, snapshot.view)
+        self.stage.load = snapshot.load

@@ -1,7 +1,8 @@
-"""The view of this replica, for those who watch it. Read from the heartbeat's thread beside the
-running loop, which never waits for it."""
+"""What the loop leaves for the heartbeat's thread to send: a snapshot, with a view of this replica if
+somebody watches it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -9,24 +10,28 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import Sequence
 from services.compute.speculation.speculation import Tally
+from shared.wire.load import Load
 from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
 
 
-def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
-    """Make the view of this replica; `running` and `tallies` have handles. Each argument is a copy of its own
-    moment: a sequence may be gone from one, and still be in the other."""
-    handles = set(running)
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    entry_ids: tuple[bytes, ...] = ()  # of active requests, which stay this replica's
+    load: Load = field(default_factory=Load)
+    view: ComputeView | None = None
+
+
+def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Container[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
+    """running: handles; tallies: of drafts, by handle."""
     everything = list(active)
-    shown = sorted(everything, key=lambda each: (each.sequence.handle not in handles, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]
-    return ComputeView(
-        replica_id, blocks.block_size, blocks.num_blocks, blocks.num_used_blocks, len(blocks.evictable), len(everything),
-        tuple(view_of(each, tallies.get(each.sequence.handle, Tally()), is_running=each.sequence.handle in handles) for each in shown),
-    )  # fmt: skip
+    shown = sorted(everything, key=lambda each: (each.sequence.handle not in running, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]
+    views = [view_of(each, tallies.get(each.sequence.handle, Tally()), is_running=each.sequence.handle in running) for each in shown]
+    return ComputeView(replica_id, blocks.block_size, blocks.num_blocks, blocks.num_used_blocks, len(blocks.evictable), len(everything), tuple(views))
 
 
 def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> SequenceView:
     sequence: Sequence = active.sequence
-    block_ids, num_computed = list(sequence.kv.block_table), sequence.kv.num_computed
+    block_ids, num_computed = sequence.kv.block_table, sequence.kv.num_computed
     if sequence.request.layout is not None:
         num_computed = sequence.request.layout.num_tokens_in(num_computed)
     return SequenceView(

@@ -157,7 +157,7 @@ class GroupReader:
             lambda: self.transport.client.eval(FORGET_CONSUMERS, 1, self.stream.key, self.stream.group, FORGET_CONSUMER_MS, self.consumer, *live)
         )
 
-    def renew(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
+    def renew(self, pipe: Pipeline, entry_ids: Collection[bytes]) -> None:
         """Say that these entries are still being worked on, as far as they are still this
         consumer's."""
         if entry_ids:
