@@ -22,6 +22,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
+from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.hardware import HARDWARE
@@ -42,8 +43,8 @@ REAL_BLOCKS, REAL_LONGEST = 512, 1024  # the KV cache, and what a sequence may t
 class SeparateSteps(Scheduler):
     """A step is either prompts or single tokens; prompts first."""
 
-    def schedule(self) -> ScheduledBatch | None:
-        step = NewStep()
+    def schedule(self, policy: StepPolicy = PLAIN) -> ScheduledBatch | None:
+        self.policy, step = policy, NewStep()
         behind = [sequence for sequence in self.running.values() if sequence.num_uncomputed_tokens > 1]
         self._admit(step, self._schedule_chunks(step, behind, self.max_batched_tokens))
         if not step.chunks:

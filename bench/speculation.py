@@ -36,6 +36,7 @@ from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine, build_engine
 from services.compute.flight import collect, launch, rows_still_valid
+from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.control import Control
@@ -136,7 +137,7 @@ class Loop:
         speculation = self.by_mode[is_on]
         if is_on:  # what is learned of costs and chances stays; answers that were given before do not
             speculation.proposers = make_proposers(self.names, self.constraints, self.loaded)
-        self.scheduler.drafting = speculation.drafting(self.most, self.engine.max_sampled)
+        self.policy = StepPolicy(drafting=speculation.drafting(self.most, self.engine.max_sampled))
         before = replace(speculation.total)
         sequences = []
         for prompt, params, constraint in asked:
@@ -187,7 +188,7 @@ class Loop:
     def step(self, speculation: Speculation) -> tuple[bool, int]:
         """As service.py does it. Returns whether it had no chunk of a prompt, and its tokens."""
         began = time.perf_counter()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.policy)
         assert batch is not None
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())

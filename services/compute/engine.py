@@ -227,7 +227,6 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
     stored = None if is_encoder else open_stored(settings, model, kv_cache, group)
     tier = None if stored is None else KVTier(stored, scheduler.block_manager)
-    scheduler.awaits_restoring = tier is not None
     return Engine(
         scheduler, runner, tier=tier, images=images,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,

@@ -18,12 +18,26 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from services.compute.batch import ScheduledBatch
+from services.compute.candidates.constraints import Masking
 from services.compute.candidates.reduction import Reduction
 from services.compute.candidates.rows import CandidateRows
 from services.compute.executor import DrawnTokens
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import PENDING, Prefix, RowKey
+from services.compute.sequence import PENDING, Prefix, RowKey, Sequence
 from shared.wire.messages import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way through the model, up to the head."""
+
+    batch: ScheduledBatch
+    hidden: Any  # as Executor.run returned it
+    sequences: dict[int, Sequence]  # by handle; some may have ended since, or run no more
+    began_at: float  # perf_counter, s
+    # of a step with no other on its way: the rows that are valid, and masks that were begun with it
+    rows: dict[RowKey, Prefix] | None = None
+    masking: Masking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,15 @@ def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey
             prefixes = [Prefix(sequence, row.num_computed_tokens + index + 1) for index in row.sampled]
             found.update({prefix.key: prefix for prefix in prefixes})
     return found
+
+
+def drop_orphans(step: Launched, scheduler: Scheduler) -> None:
+    """Drop the drafts of sequences that have lost their blocks since: their rows come to nothing."""
+    for row in step.batch.rows:
+        sequence, first = step.sequences[row.handle], row.num_computed_tokens + row.sampled.start + 1
+        is_valid = row.handle in scheduler.running and sequence.kv.num_computed == row.num_context_tokens
+        if len(row.sampled) > 1 and not is_valid and not sequence.is_finished and len(sequence.tokens) > first:
+            scheduler.truncate(sequence, first)
 
 
 def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:

@@ -6,18 +6,21 @@ position, and deciding is a pure function: so it takes the token that the sample
 goes on. The sampler stays the authority. What the log holds comes in while a later step runs; where
 it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
 
-A device that draws its tokens is not waited for either: a step is collected and sent when the one
-after it has been launched (flight.py). So there are two orders of one step's work, `step_waiting`
-and `step_ahead`. The first is the specification: the second sends the same rows.
+One pipeline has three depths. A step is launched; it leaves the model, at once or when later steps
+have filled the model's stages; then it is in flight until it is collected. Where the host draws the
+tokens it is collected at once (depth 0), where a device draws them when the next step has been
+launched (depth 1), and a model in n stages has n steps on their way. All send the same rows.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from services.compute.admit import TIMEOUT_ERROR, Admitter
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.constraints import Constraints, Masking
+from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine
@@ -26,15 +29,15 @@ from services.compute.exchange.embeddings import write_embeddings
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import LOST, Decision
 from services.compute.executor import DrawnTokens, Executor
-from services.compute.flight import Flight, collect, launch, rows_still_valid
+from services.compute.flight import Flight, Launched, collect, drop_orphans, launch, rows_still_valid
 from services.compute.load_figures import load_figures
 from services.compute.pooling import pool
 from services.compute.readers import Readers
-from services.compute.sequence import Prefix, RowKey, Sequence
+from services.compute.scheduling.policy import StepPolicy
+from services.compute.sequence import Prefix, Sequence
 from services.compute.spans import RequestSpans
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.speculation import Speculation
-from services.compute.stages import StepInStages, StepsInStages
 from services.compute.step_meter import StepMeter
 from services.compute.view import Snapshot, make_view
 from shared.process.settings import ComputeSettings
@@ -71,11 +74,16 @@ class ComputeService:
         )
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
         self.speculation = Speculation(make_proposers(engine.speculators, self.constraints, engine.proposers), self.constraints, self.executor.vocab_size)
-        self.scheduler.drafting = self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled)
+        # what holds for each step; the rest of a step's policy is made before it
+        self.policy = StepPolicy(
+            num_stages=engine.num_stages,
+            drafting=self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled),
+            awaits_restoring=self.tier is not None,
+        )
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
         self.readers = Readers(settings.reader_timeout_s)
-        self.flight: Flight | None = None  # launched, and not read
-        self.stages = StepsInStages(self.scheduler, engine.num_stages, self.reduce_from_stages)
+        self.launched: deque[Launched] = deque()  # oldest first: steps that have not left the model
+        self.flight: Flight | None = None  # the step that has left the model, and is not read
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
@@ -104,62 +112,65 @@ class ComputeService:
         self.exchange.leave()
 
     def step(self) -> None:
-        """One step. Messages that have come are applied first: a sequence that has ended must not run again."""
-        for sequence, error in self.admitter.encode():  # one call of the encoder, if it has something to do and it is its turn
-            self.cancel(self.active[sequence.handle], error)
-        is_encoding = self.images is not None and bool(self.images.opening)
+        """One step. Messages that have come are applied first: a sequence that has ended must not run
+        again. As many steps are on their way as the model has stages; one that has left the last is
+        reduced, and collected when the next one runs, or at once."""
+        is_encoding = self.encode()
         self.meter.begin()
         self.receive()
         self.publish()
-        if self.admitter.quarantine.suspects:
-            self.stages.empty()  # a step that kills this replica is blamed on who is in it
-        self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
-        self.scheduler.held = self.constraints.sitting_out()
-        if self.flight is not None and (self.scheduler.apart or self.speculation.waits_for(self.flight.batch)):
-            # a trial's step runs with no other; drafts follow tokens that are known, and others those that stand
-            self.collect(self.flight)
-        if self.scheduler.apart:
-            self.stages.empty()
-        is_restored = self.tier is None or self.tier.restore(self.scheduler.next_to_begin(), self.scheduler.step_cost.token_s)
-        batch = self.scheduler.schedule()
+        policy = self.next_policy()
+        is_restored = self.tier is None or self.tier.restore(self.scheduler.next_to_begin(policy), self.scheduler.step_cost.token_s)
+        batch = self.scheduler.schedule(policy)
         self.meter.lap("schedule")
-        flight = self.flight
-        if self.stages.steps or (batch is not None and self.scheduler.num_stages > 1):
-            self.stages.step(batch, self.run_step, self.meter.began_at)
-        elif batch is not None and flight is not None:
-            self.step_ahead(batch, flight)
-        elif batch is not None:
-            self.step_waiting(batch)
-        elif flight is not None:
-            self.collect(flight)
-        elif is_restored:
-            self.receive(wait_s=OPENING_WAIT_S if is_encoding or self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
-
-    def step_waiting(self, batch: ScheduledBatch) -> None:
-        """Run a scheduled step while no other runs. The masks of its grammars are filled beside
-        it."""
-        began_at = self.meter.began_at
-        rows = rows_still_valid(batch, self.scheduler)
-        masking = self.constraints.start(rows.values())
-        hidden = self.run_step(batch)
-        self.reduce(batch, hidden, rows, masking, began_at, self.scheduler.get)
-
-    def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
-        """Launch a scheduled step on what the step before draws; then collect that one, which
-        says what of this one is still valid, and its masks."""
-        began_at = self.meter.began_at
-        hidden = self.run_step(batch, before.drawn)
-        self.collect(before)
-        rows = rows_still_valid(batch, self.scheduler)
-        masking = self.constraints.start(rows.values())
-        self.reduce(batch, hidden, rows, masking, began_at, self.scheduler.get)
-
-    def reduce_from_stages(self, step: StepInStages) -> None:
-        """A step has come from a model's last stage."""
-        rows = rows_still_valid(step.batch, self.scheduler)
-        self.reduce(step.batch, step.hidden, rows, self.constraints.start(rows.values()), step.began_at, step.sequences.__getitem__)
-        if self.flight is not None:
+        if batch is not None:
+            self.launch(batch)
+        if self.launched and (batch is None or len(self.launched) == policy.num_stages):
+            self.reduce(self.launched.popleft())
+        elif batch is None and self.flight is not None:
             self.collect(self.flight)
+        elif batch is None and is_restored:
+            self.receive(wait_s=OPENING_WAIT_S if is_encoding or self.constraints.opening or policy.held else IDLE_WAIT_S)
+
+    def encode(self) -> bool:
+        """One call of the images' encoder, if it has something to do and it is its turn. Returns whether
+        images are left."""
+        for sequence, error in self.admitter.encode():
+            self.cancel(self.active[sequence.handle], error)
+        return self.images is not None and bool(self.images.opening)
+
+    def next_policy(self) -> StepPolicy:
+        """What bounds the next step. What is on its way is taken in first where the next step must know
+        it, or must run alone."""
+        quarantine = self.admitter.quarantine
+        if quarantine.suspects:
+            self.empty_stages()  # a step that kills this replica is blamed on the sequences in it
+        apart = quarantine.step(self.admitter.begin)
+        held = self.constraints.sitting_out()
+        if self.flight is not None and (apart or self.speculation.waits_for(self.flight.batch)):
+            # a trial's step runs with no other; drafts follow tokens that are known
+            self.collect(self.flight)
+        if apart:
+            self.empty_stages()
+        in_stages = frozenset(row.handle for step in self.launched for row in step.batch.rows if row.sampled or row.pooled)
+        return replace(self.policy, apart=apart, held=held, in_stages=in_stages)
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        """Run a scheduled step, on what the step before draws; then collect that one, which says what of
+        this one is still valid. With no step before it, masks are filled while it runs."""
+        sequences = {row.handle: self.scheduler.get(row.handle) for row in batch.rows}
+        before, began_at = self.flight, self.meter.began_at
+        rows = rows_still_valid(batch, self.scheduler) if before is None and self.policy.num_stages == 1 else None
+        masking = self.constraints.start(rows.values()) if rows is not None else None
+        hidden = self.run_step(batch, before.drawn if before is not None else None)
+        if before is not None:
+            self.collect(before)
+        self.launched.append(Launched(batch, hidden, sequences, began_at, rows, masking))
+
+    def empty_stages(self) -> None:
+        """Take all steps from the model's stages."""
+        while self.launched:
+            self.reduce(self.launched.popleft())
 
     def run_step(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
         """The step up to the head; whole blocks are saved."""
@@ -175,12 +186,17 @@ class ComputeService:
             self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
-    def reduce(
-        self, batch: ScheduledBatch, hidden: Any, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float, get: Callable[[int], Sequence],
-    ) -> None:  # fmt: skip
-        """Make candidates of the step's hidden states, for the rows that are valid. The step is in
-        flight then; it is collected at once unless a device has drawn what the next one needs. get:
-        the batch's sequences, by handle."""
+    def reduce(self, step: Launched) -> None:
+        """Make candidates of a step that has left the model, for the rows that are valid. It is in flight
+        then; it is collected at once unless a device has drawn what the next step needs."""
+        batch, hidden, get = step.batch, step.hidden, step.sequences.__getitem__
+        is_in_stages = self.policy.num_stages > 1
+        if is_in_stages:
+            drop_orphans(step, self.scheduler)
+        rows, masking = step.rows, step.masking
+        if rows is None:
+            rows = rows_still_valid(batch, self.scheduler)
+            masking = self.constraints.start(rows.values())
         failures = score_prompts(self.executor.prompt_logits(batch, hidden), batch, get, self.executor.row_search)
         rows = {key: prefix for key, prefix in rows.items() if key.handle not in failures}
         logits = self.executor.logits(batch, hidden, rows)
@@ -188,10 +204,10 @@ class ComputeService:
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
         reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
         self.hold_back([rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late})
-        self.flight = launch(batch, hidden, reduction, self.scheduler, began_at)
+        self.flight = launch(batch, hidden, reduction, self.scheduler, step.began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.sampled and get(row.handle).request.embedding is not None for row in batch.rows)
-        if self.flight.drawn is None or is_embedding:
+        if self.flight.drawn is None or is_embedding or is_in_stages:
             self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden, get)
@@ -311,7 +327,9 @@ class ComputeService:
         num_surplus = min(self.admitter.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
-        waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.tokens.num_output and each.handle not in self.scheduler.apart]
+        waiting = [
+            each for each in self.scheduler.waiting if not each.has_begun and not each.tokens.num_output and each.handle not in self.scheduler.policy.apart
+        ]
         surplus = [self.active[each.handle] for each in sorted(waiting, key=lambda each: (each.rank, each.handle))[-num_surplus:]]
         self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id for active in surplus]))
         for active in surplus:

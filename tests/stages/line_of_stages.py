@@ -21,6 +21,7 @@ from services.compute.candidates import matcher
 from services.compute.engine import Engine, build_engine
 from services.compute.exchange import inbox
 from services.compute.scheduling.new_step import NewStep
+from services.compute.scheduling.policy import StepPolicy
 from services.compute.service import ComputeService
 from services.sampler import service as sampler_service
 from services.sampler.detokenizer import load_tokenizer
@@ -90,10 +91,10 @@ def crowd(line: "LineOfStages", monkeypatch: pytest.MonkeyPatch, share: float = 
     scheduler, rng = line.compute.scheduler, random.Random(seed)
     schedule = scheduler.schedule
 
-    def crowded() -> ScheduledBatch | None:
+    def crowded(policy: StepPolicy) -> ScheduledBatch | None:
         if len(scheduler.running) > 1 and rng.random() < share:
             scheduler._preempt(rng.choice(list(scheduler.running.values())), NewStep())
-        return schedule()
+        return schedule(policy)
 
     monkeypatch.setattr(scheduler, "schedule", crowded)
 

@@ -15,6 +15,7 @@ from services.compute.admit import is_prepared
 from services.compute.cache.block_manager import BlockManager
 from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
 from services.compute.scheduling.admission import STRATEGIES, make_admission
+from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
@@ -61,8 +62,7 @@ class Life:
 
     def step(self) -> list[int] | None:
         """Handles that ran; None: the process has died."""
-        self.scheduler.apart = self.quarantine.step(self.scheduler.add)
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(StepPolicy(apart=self.quarantine.step(self.scheduler.add)))
         if batch is None:
             return []
         handles = [row.handle for row in batch.rows]
@@ -208,8 +208,7 @@ def test_a_suspect_whose_grammar_is_compiled_holds_up_nobody(quarantine: Quarant
 
     ran = []
     for _ in range(12):
-        life.scheduler.apart = quarantine.step(add)
-        batch = life.scheduler.schedule()
+        batch = life.scheduler.schedule(StepPolicy(apart=quarantine.step(add)))
         assert batch is not None
         ran.append(sorted(row.handle for row in batch.rows))
         quarantine.blame(ran[-1])

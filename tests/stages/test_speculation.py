@@ -11,6 +11,7 @@ import pytest
 from services.compute.batch import ScheduledBatch
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
+from services.compute.scheduling.policy import StepPolicy
 from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.proposer import Drafts, Proposer, Wanted
@@ -117,7 +118,7 @@ def speculate(line: LineOfStages, *proposers: Proposer) -> Speculation:
     compute = line.compute
     compute.speculation = found = Speculation(proposers, compute.constraints, compute.executor.vocab_size, All())
     compute.admitter.speculation = found
-    compute.scheduler.drafting = found.drafting(16, 64)
+    compute.policy = replace(compute.policy, drafting=found.drafting(16, 64))
     line.forget_logs()
     return found
 
@@ -187,10 +188,10 @@ def test_logs_are_the_same_with_preemptions(
     scheduler, rng = line.compute.scheduler, random.Random(3)
     schedule = scheduler.schedule
 
-    def crowded() -> ScheduledBatch | None:
+    def crowded(policy: StepPolicy) -> ScheduledBatch | None:
         if len(scheduler.running) > 1 and rng.random() < 0.3:
             scheduler._preempt(rng.choice(list(scheduler.running.values())), NewStep())
-        return schedule()
+        return schedule(policy)
 
     monkeypatch.setattr(scheduler, "schedule", crowded)
     num_preemptions = scheduler.num_preemptions

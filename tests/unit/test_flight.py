@@ -21,6 +21,7 @@ from services.compute.executor import DrawnTokens
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
+from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.sequence import PENDING, Request, Sequence, Tokens
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
@@ -93,8 +94,9 @@ class FlightMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(blocks=self.blocks, run_ahead=run_ahead)
         self.device = Device()
         self.search = DrawingSearch(TorchRowSearch(), self.rng, share_wrong) if is_draw_of_device else TorchRowSearch()
+        self.policy = PLAIN
         if max_drafts:
-            self.scheduler.drafting = Drafting(self.draft, max_drafts, MAX_SAMPLED)
+            self.policy = StepPolicy(drafting=Drafting(self.draft, max_drafts, MAX_SAMPLED))
         self.flight: Flight | None = None
         self.sequences: list[Sequence] = []
         self.sent: dict[int, dict[int, int]] = {}  # by handle, by position: what the sampler will decide
@@ -149,7 +151,7 @@ class FlightMachine(RuleBasedStateMachine):
         """As services/compute/service.py does it."""
         if self.flight is not None and (self.flight.batch.num_drafts or self.rng.random() < 0.2):
             self.collect(self.flight)
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.policy)
         before = self.flight
         if batch is None:
             if before is not None:

@@ -6,6 +6,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.offline import run_step
+from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model.segments import Layout, Segment
@@ -21,7 +22,7 @@ def chunks(batch: ScheduledBatch) -> list[tuple[int, int]]:
     return [(row.handle, row.num_tokens) for row in batch.rows[batch.num_decodes :]]
 
 
-def run(scheduler: Scheduler, max_steps: int = 10_000) -> list[list[int]]:
+def run(scheduler: Scheduler, policy: StepPolicy = PLAIN, *, max_steps: int = 10_000) -> list[list[int]]:
     """Step until all is done. Returns the handles that began in each step."""
     begun: list[list[int]] = []
     known: set[int] = set()
@@ -32,13 +33,13 @@ def run(scheduler: Scheduler, max_steps: int = 10_000) -> list[list[int]]:
         return sevens(batch, sequences)
 
     for _ in range(max_steps):
-        if run_step(scheduler, decide) is None:
+        if run_step(scheduler, decide, policy=policy) is None:
             return begun
     raise AssertionError("does not end")
 
 
-def one_step(scheduler: Scheduler) -> ScheduledBatch:
-    batch = run_step(scheduler, sevens, is_over=lambda _: False)
+def one_step(scheduler: Scheduler, policy: StepPolicy = PLAIN) -> ScheduledBatch:
+    batch = run_step(scheduler, sevens, is_over=lambda _: False, policy=policy)
     assert batch is not None
     return batch
 
@@ -246,11 +247,10 @@ def test_who_runs_apart_has_every_other_step() -> None:
         scheduler.add(make_sequence(handle, [1, 2, 3], 20))
     one_step(scheduler)
     scheduler.add(make_sequence(3, [5], 20))
-    scheduler.apart = frozenset([1, 3])
-    assert [handles_of(one_step(scheduler)) for _ in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
-    scheduler.apart = frozenset([9])
-    assert [handles_of(one_step(scheduler)) for _ in range(2)] == [[0, 1, 2, 3]] * 2, "a turn that nobody takes is everybody's"
-    scheduler.apart = frozenset()
+    policy = StepPolicy(apart=frozenset([1, 3]))
+    assert [handles_of(one_step(scheduler, policy)) for _ in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    policy = StepPolicy(apart=frozenset([9]))
+    assert [handles_of(one_step(scheduler, policy)) for _ in range(2)] == [[0, 1, 2, 3]] * 2, "a turn that nobody takes is everybody's"
     assert handles_of(one_step(scheduler)) == [0, 1, 2, 3]
 
 
@@ -275,13 +275,13 @@ def test_the_next_turn_goes_on_in_the_block_where_the_last_one_ended() -> None:
 def test_who_waits_alone_is_restored_whether_apart_or_not(apart: frozenset[int]) -> None:
     """A suspect that a dead replica left, and nobody else."""
     scheduler = make_scheduler()
-    scheduler.awaits_restoring, scheduler.apart = True, apart
+    policy = StepPolicy(awaits_restoring=True, apart=apart)
     sequence = make_sequence(1, [5, 6], 3)
     scheduler.add(sequence)
-    assert scheduler.schedule() is None
-    assert sequence in scheduler.next_to_begin()
+    assert scheduler.schedule(policy) is None
+    assert sequence in scheduler.next_to_begin(policy)
     sequence.kv.is_restored = True
-    assert handles_of(one_step(scheduler)) == [1]
+    assert handles_of(one_step(scheduler, policy)) == [1]
 
 
 def test_who_runs_apart_preempts_nobody() -> None:
@@ -292,8 +292,7 @@ def test_who_runs_apart_preempts_nobody() -> None:
         one_step(scheduler)
         one_step(scheduler)
         scheduler.add(make_sequence(2, [1, 2, 3, 4, 5], 5, arrived_at=9.0))
-        scheduler.apart = frozenset([2])
-        assert [2] in run(scheduler)
+        assert [2] in run(scheduler, StepPolicy(apart=frozenset([2])))
         assert scheduler.num_preemptions == 0
 
 

@@ -8,7 +8,7 @@ import hashlib
 import random
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
+from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence import ScoredTokens, Sequence
 from shared.model.prefix_hash import prefix_root
 from shared.model.segments import HOLE, Layout, Segment
@@ -58,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocks = WatchedBlocks(num_blocks, prefix_caching=prefix_caching)
         self.scheduler = make_scheduler(strategy, blocks=self.blocks, target_itl_s=target_itl_s, run_ahead=run_ahead or 0)
         self.blocks.fresh = [] if has_tier else None
-        self.scheduler.awaits_restoring = has_tier
+        self.policy = StepPolicy(awaits_restoring=has_tier)
         self.disk: dict[bytes, list[Any]] = {}  # the second tier: what the cache held of a block
         self.is_inline = run_ahead is None  # decisions are taken within the step
         self.rng = random.Random(seed)  # of the decisions in the end, when there are no more rules
@@ -141,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(apart=st.just(frozenset[int]()) | st.frozensets(st.integers(0, 12), max_size=4))
     def set_apart(self, apart: frozenset[int]) -> None:
-        self.scheduler.apart = apart
+        self.policy = replace(self.policy, apart=apart)
 
     @rule(decisions=st.lists(st.tuples(st.integers(0, MAX_SEQS), st.sampled_from(OUTCOMES)), min_size=1, max_size=6))
     def step(self, decisions: list[tuple[int, str]]) -> None:
@@ -159,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while not (is_restored := self.restore()):
             if self.rng.random() < 0.5:
                 break  # the step goes on without it
-        batch = run_step(self.scheduler, self.execute, is_over=self.is_over) if self.is_inline else self.scheduler.schedule()
+        batch = run_step(self.scheduler, self.execute, is_over=self.is_over, policy=self.policy) if self.is_inline else self.scheduler.schedule(self.policy)
         if batch is None:
             assert not is_restored or self.undecided() or not self.scheduler.num_unfinished
             return False
@@ -174,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def restore(self) -> bool:
         """As KVTier does, two blocks at a time. Returns whether all that may begin is restored."""
-        for sequence in self.scheduler.next_to_begin() if self.scheduler.awaits_restoring else []:
+        for sequence in self.scheduler.next_to_begin(self.policy) if self.policy.awaits_restoring else []:
             if not sequence.kv.is_restored:
                 runs = [list(takewhile(self.disk.__contains__, names))[:2] for names in self.blocks.missing(sequence)]
                 found = next((run for run in runs if run), [])
@@ -233,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_batch(self, batch: ScheduledBatch) -> None:
         handles = [row.handle for row in batch.rows]
         assert len(set(handles)) == len(handles) <= MAX_SEQS
-        assert not self.scheduler.apart & {*handles} or {*handles} <= self.scheduler.apart
+        assert not self.policy.apart & {*handles} or {*handles} <= self.policy.apart
         assert 0 < batch.num_tokens <= MAX_TOKENS
         assert [key.handle for key in batch.sampled] == [row.handle for row in batch.rows if row.sampled]
         assert all(key.position == self.scheduler.running[key.handle].next_position for key in batch.sampled)
@@ -387,7 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.apart = frozenset()
+        self.policy = replace(self.policy, apart=frozenset())
         for _ in range(10_000):
             has_run = self.run_step()
             for sequence in self.undecided():

@@ -4,6 +4,7 @@ services/compute/service.py is the one with it."""
 from collections.abc import Callable, Iterable
 
 from services.compute.batch import ScheduledBatch
+from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 
@@ -15,10 +16,16 @@ def has_all_tokens(sequence: Sequence) -> bool:
     return sequence.tokens.num_output == sequence.request.params.max_tokens
 
 
-def run_step(scheduler: Scheduler, decide: Decide, *, is_over: Callable[[Sequence], bool] = has_all_tokens) -> ScheduledBatch | None:
+def run_step(
+    scheduler: Scheduler,
+    decide: Decide,
+    *,
+    is_over: Callable[[Sequence], bool] = has_all_tokens,
+    policy: StepPolicy = PLAIN,
+) -> ScheduledBatch | None:
     """Schedule a step; `decide` runs it and returns a token for each of its sampled sequences.
     Returns the step, or None if there was none to run."""
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(policy)
     if batch is None:
         return None
     sequences = [scheduler.get(handle) for handle, _ in batch.sampled]

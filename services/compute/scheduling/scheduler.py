@@ -14,7 +14,7 @@ Tenants share the places. Within a priority, each place that a tenant has alread
 aging_s of waiting for all others. If every place is taken, the first sequence of a tenant takes one
 from whoever has most.
 
-Some may run apart (`apart`): in steps of their own, by turns with everybody else's.
+Some may run apart (StepPolicy.apart): in steps of their own, by turns with everybody else's.
 
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet.
 They are computed on like any others, up to run_ahead steps of them; `confirm` says that the next
@@ -30,10 +30,10 @@ from collections import Counter
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
-from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.found_prefixes import FoundPrefixes
 from services.compute.scheduling.groups import Groups
 from services.compute.scheduling.new_step import NewStep, advance
+from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.shares import Shares
 from services.compute.scheduling.step_cost import StepCostFit
 from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
@@ -68,16 +68,9 @@ class Scheduler:
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
         self.run_ahead = run_ahead  # steps whose foreseen tokens a sequence may be computed on
-        self.drafting: Drafting | None = None
         # False: every token of the model's sees all others, so a prompt is computed in one step
         self.splits_prompts = splits_prompts
-        # handles that run in steps of their own, by turns with everybody else's
-        self.apart: frozenset[int] = frozenset()
-        self.awaits_restoring = False  # a sequence begins once a second tier was asked for its blocks
-        # handles that sit out: their grammars' masks are not there yet
-        self.held: frozenset[int] = frozenset()
-        self.num_stages = 1  # of the model, which compute as many steps at once
-        self.in_stages: frozenset[int] = frozenset()  # handles whose tokens such a step decides
+        self.policy = PLAIN  # of the step in the making, or of the last one
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
         self.shares = Shares()
@@ -101,8 +94,9 @@ class Scheduler:
         self.waiting.push(sequence)
         self.shares.arrived(sequence.request.tenant_id, sequence.request.arrived_at)
 
-    def next_to_begin(self) -> list[Sequence]:
-        """Sequences that may begin now: the heads of the queue, and by rank as many as there are places."""
+    def next_to_begin(self, policy: StepPolicy) -> list[Sequence]:
+        """Sequences that may begin in the next step: the heads of the queue, and by rank as many as there are places."""
+        self.policy = policy
         heads = [head for is_apart in (False, True) if (head := self._head(is_apart=is_apart)) is not None]
         return [*heads, *heapq.nsmallest(self.max_num_seqs - len(self.running), self.waiting, key=_rank)] if heads else []
 
@@ -110,12 +104,13 @@ class Scheduler:
         """A sequence that runs."""
         return self.running[handle]
 
-    def schedule(self) -> ScheduledBatch | None:
+    def schedule(self, policy: StepPolicy = PLAIN) -> ScheduledBatch | None:
         """The next step, or None if there is nothing to compute. From here on its tokens count as
         computed."""
-        self._is_apart = bool(self.apart) and not self._is_apart
+        self.policy = policy
+        self._is_apart = bool(self.policy.apart) and not self._is_apart
         batch = self._schedule_step()
-        if batch is None and self.apart:
+        if batch is None and self.policy.apart:
             self._is_apart = not self._is_apart
             batch = self._schedule_step()
         return batch
@@ -188,8 +183,8 @@ class Scheduler:
     def _can_run(self, sequence: Sequence) -> bool:
         """Whether it is its turn, and what it would be computed on is decided as far as it must
         be."""
-        is_in = (sequence.handle in self.apart) == self._is_apart
-        if sequence.handle in self.in_stages or (sequence.handle in self.held and sequence.handle in self.running):
+        is_in = (sequence.handle in self.policy.apart) == self._is_apart
+        if sequence.handle in self.policy.in_stages or (sequence.handle in self.policy.held and sequence.handle in self.running):
             return False
         return is_in and not sequence.tokens.is_ending and sequence.tokens.num_undecided_steps <= self.run_ahead
 
@@ -202,12 +197,12 @@ class Scheduler:
 
     def _add_drafts(self, step: NewStep) -> dict[int, int]:
         """Append drafts to sequences of a step without prompts. Returns how many, by handle."""
-        if self.drafting is None or step.chunks or self._is_apart:
+        if self.policy.drafting is None or step.chunks or self._is_apart:
             return {}
         able = [each for each in step.decodes if self.shares.least in (None, each.request.tenant_id)]  # where tenants bound the step, who wants least
-        room = min(self._budget(step, at_least=0), self.drafting.max_sampled - len(step.decodes))
+        room = min(self._budget(step, at_least=0), self.policy.drafting.max_sampled - len(step.decodes))
         num_spare = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
-        found = self.drafting.draft(able, room, self.block_manager, num_spare)
+        found = self.policy.drafting.draft(able, room, self.block_manager, num_spare)
         for handle, token_ids in found.items():
             self.running[handle].tokens.draft(token_ids)
         return {handle: len(token_ids) for handle, token_ids in found.items()}
@@ -221,7 +216,7 @@ class Scheduler:
             self.shares.begin_step(able, waiting, self.step_cost.cost, self.max_batched_tokens)
         turns = self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1])
         # so that each stage has its part of them to compute
-        for sequence in turns[: -(-(len(turns) + len(self.in_stages)) // self.num_stages)]:
+        for sequence in turns[: -(-(len(turns) + len(self.policy.in_stages)) // self.policy.num_stages)]:
             num_computed = sequence.kv.num_computed
             has_block = num_computed < len(sequence.kv.block_table) * self.block_manager.block_size and not sequence.kv.has_shared_tail
             if has_block or self._make_room(sequence, num_computed + 1, step):
@@ -237,7 +232,7 @@ class Scheduler:
         tenants expect of each other, and within the target for who is decoding. With stages a
         sequence has a token of each so many-th step."""
         bounds = [self.shares.bound_s, self.target_itl_s if step.decodes else None]
-        bound_s = min((each / self.num_stages for each in bounds if each is not None), default=None)
+        bound_s = min((each / self.policy.num_stages for each in bounds if each is not None), default=None)
         return step.room(self.max_batched_tokens, self.step_cost.cost, bound_s, at_least)
 
     def _schedule_chunks(self, step: NewStep, behind: list[Sequence], budget: int) -> int:
@@ -275,13 +270,13 @@ class Scheduler:
         if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < RETRY_EVERY:
             # it did not fit a few steps ago, and nothing has ended since
             return Wait(self._refused[1] + 1)
-        if self.awaits_restoring and not sequence.kv.is_restored:
+        if self.policy.awaits_restoring and not sequence.kv.is_restored:
             return Wait()
         if len(self.running) >= self.max_num_seqs:
             victim = self._victim(sequence)
             return Wait() if victim is None else MakeRoom(victim)
         twin = self.groups.twin(sequence)
-        if twin is not None and twin.handle in self.in_stages and not sequence.is_scored:
+        if twin is not None and twin.handle in self.policy.in_stages and not sequence.is_scored:
             return Wait()
         if twin is not None and twin.kv.num_computed < twin.tokens.num_prompt:
             if self._can_run(twin):
@@ -298,8 +293,8 @@ class Scheduler:
     def _head(self, *, is_apart: bool) -> Sequence | None:
         """The head of the queue, of those that run apart or of the others."""
         if is_apart:
-            return self.waiting.head_of(self.apart)
-        return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.apart)
+            return self.waiting.head_of(self.policy.apart)
+        return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.policy.apart)
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
         """Every place is taken: whose place goes to a tenant's first sequence, or to its first one
@@ -316,7 +311,7 @@ class Scheduler:
         others = [
             each
             for each in self.running.values()
-            if each.request.priority >= sequence.request.priority and each.handle not in self.apart and not each.tokens.is_ending
+            if each.request.priority >= sequence.request.priority and each.handle not in self.policy.apart and not each.tokens.is_ending
         ]
         able = [each for each in others if each.request.priority > sequence.request.priority and each.rank > sequence.rank]
         # each of the others' places but the first counts like aging_s of waiting, as it does for

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.machine import Cost
@@ -57,10 +58,10 @@ class SteadyScheduler(Scheduler):
     num_rows = 0
     sampled: list[Sequence]  # those that get a token
 
-    def schedule(self) -> ScheduledBatch | None:
+    def schedule(self, policy: StepPolicy = PLAIN) -> ScheduledBatch | None:
         self.num_tokens = self.num_context_tokens = self.num_pairs = self.num_rows = 0
         self.sampled = []
-        return super().schedule()
+        return super().schedule(policy)
 
     def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:  # noqa: ARG002
         last = sequence.kv.num_computed + num_tokens

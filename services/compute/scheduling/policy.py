@@ -1,0 +1,18 @@
+"""StepPolicy: what bounds one step, beside the sequences themselves."""
+
+from dataclasses import dataclass
+
+from services.compute.scheduling.drafts import Drafting
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    apart: frozenset[int] = frozenset()  # handles that run in steps of their own, by turns with all others
+    held: frozenset[int] = frozenset()  # handles whose grammars' masks are not there yet: they sit out
+    in_stages: frozenset[int] = frozenset()  # handles whose tokens a step in the model's stages decides
+    num_stages: int = 1  # of the model, which compute as many steps at once
+    drafting: Drafting | None = None
+    awaits_restoring: bool = False  # a sequence begins once a second tier was asked for its blocks
+
+
+PLAIN = StepPolicy()
