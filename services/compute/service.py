@@ -140,8 +140,8 @@ class ComputeService:
         return self.images is not None and bool(self.images.opening)
 
     def next_policy(self) -> StepPolicy:
-        """What bounds the next step. What is on its way is taken in first where the next step must know
-        it, or must run alone."""
+        """The bounds of the next step. Steps that are on their way are taken in first where the next one must
+        know them, or must run alone."""
         quarantine = self.admitter.quarantine
         if quarantine.suspects:
             self.empty_stages()  # a step that kills this replica is blamed on the sequences in it

@@ -1,5 +1,5 @@
-"""What the loop leaves for the heartbeat's thread to send: a snapshot, with a view of this replica if
-somebody watches it."""
+"""The snapshot that the loop leaves for the heartbeat's thread to send, with a view of this replica if
+it is watched."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Snapshot:
 
 
 def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Container[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
-    """running: handles; tallies: of drafts, by handle."""
+    """`running` and `tallies` have handles."""
     everything = list(active)
     shown = sorted(everything, key=lambda each: (each.sequence.handle not in running, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]
     views = [view_of(each, tallies.get(each.sequence.handle, Tally()), is_running=each.sequence.handle in running) for each in shown]

@@ -1,4 +1,4 @@
-"""What a sequence's edits ask of its tokens again and again, kept up to date token by token."""
+"""Counts and an array of a sequence's tokens, kept up to date token by token: edits of logits ask for them in each step."""
 
 import numpy as np
 

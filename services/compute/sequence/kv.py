@@ -49,7 +49,7 @@ class Kv:
         self.num_computed = num_tokens
 
     def rewind(self, num_tokens: int) -> None:
-        """What is computed behind the first num_tokens does not stand."""
+        """Nothing that is computed behind the first num_tokens stands."""
         self.num_computed = min(self.num_computed, num_tokens)
 
     def recompute(self, num_tokens: int, block_size: int) -> None:
