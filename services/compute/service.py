@@ -110,7 +110,7 @@ class ComputeService:
         if self.admitter.quarantine.suspects:
             self.stages.empty()  # a step that kills this replica is blamed on who is in it
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
-        self.scheduler.held = self.constraints.sitting_out()
+        self.scheduler.held, self.scheduler.now = self.constraints.sitting_out(), time.monotonic()
         if self.flight is not None and (self.scheduler.apart or self.speculation.waits_for(self.flight.batch)):
             # a trial's step runs with no other; drafts follow tokens that are known, and others those that stand
             self.collect(self.flight)
