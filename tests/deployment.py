@@ -16,6 +16,7 @@ import redis
 from shared.wire.registry import Registry, look
 from shared.wire.transport import connect
 from tests import forge
+from tests.redis_users import add_users, as_user
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"
@@ -46,6 +47,8 @@ class Deployment:
     processes: dict[str, forge.ForkedProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)
+    has_users: bool = True  # each stage is its own at a Redis with a Unix socket, which forgets them when it is started again
+    users: set[str] = field(default_factory=set)  # that were made there
 
     def start(self, stage: str, replica_id: str | None = None, **settings: Any) -> str:
         """Start a replica; returns its id without waiting for it."""
@@ -58,7 +61,7 @@ class Deployment:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PENSTOCK_NUM_THREADS": "1",  # other deployments of other tests want the cores, too
-            "PENSTOCK_REDIS_URL": self.redis_url,
+            "PENSTOCK_REDIS_URL": self.url_of(stage),
             "PENSTOCK_REPLICA_ID": replica_id,
             "PENSTOCK_FILES_URL": str(self.folder / "files"),
             **self.environment,
@@ -67,6 +70,13 @@ class Deployment:
         program = self.programs.get(stage, f"services.{stage}")
         self.processes[replica_id] = forge.start(program, environment, self.folder / f"{replica_id}.log")
         return replica_id
+
+    def url_of(self, stage: str) -> str:
+        """Where a stage finds Redis."""
+        if not self.has_users or not self.redis_url.startswith("unix://"):
+            return self.redis_url
+        self.users = self.users or add_users(self.redis_url)
+        return as_user(self.redis_url, stage) if stage in self.users else self.redis_url
 
     def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":
         """Start them all and wait until they are live."""

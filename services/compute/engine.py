@@ -382,5 +382,4 @@ def make_scheduler(settings: ComputeSettings, limits: StepLimits, size: CacheSiz
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,
-        splits_prompts=not is_encoder,
     )

@@ -78,6 +78,7 @@ class ComputeService:
         self.policy = StepPolicy(
             num_stages=engine.num_stages,
             drafting=self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled),
+            splits_prompts=not engine.is_encoder,
             awaits_restoring=self.tier is not None,
         )
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)

@@ -17,6 +17,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.engine import build_engine
 from services.compute.model_runner import ModelRunner
 from services.compute.pooling import NOT_FINITE, pool
+from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import DEMO_MODEL, open_model
@@ -50,7 +51,7 @@ def embed(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]], a
         scheduler.add(sequence)
     found: dict[int, Any] = {}
     while scheduler.num_unfinished:
-        batch = scheduler.schedule()
+        batch = scheduler.schedule(StepPolicy(splits_prompts=runner.model.splits_prompts))
         assert batch is not None and batch.sampled == []
         vectors, failures = pool(runner.pooled_states(batch, runner.run(batch)).numpy(), batch, scheduler.get)
         assert failures == {}

@@ -148,7 +148,7 @@ def read_stream(text: str) -> str:
 def test_redis_restarts_in_the_middle_of_streams(tmp_path: Path, redis_binary: Path | None) -> None:
     folder = tmp_path / "redis"
     with running_redis(folder, redis_binary) as url:
-        deployment = Deployment(url, tmp_path)
+        deployment = Deployment(url, tmp_path, has_users=False)
         try:
             worker = deployment.start("jobs")
             deployment.start_all(dtype="float32")
@@ -312,7 +312,7 @@ def test_request_ids_are_echoed_and_metrics_count(demo: Deployment) -> None:
 
 
 def test_redis_url_errors_are_one_line(tmp_path: Path) -> None:
-    deployment = Deployment("unix:///nonexistent/redis.sock", tmp_path)
+    deployment = Deployment("unix:///nonexistent/redis.sock", tmp_path, has_users=False)
     replica_id = deployment.start("sampler", redis_timeout_s=0.5)
     assert deployment.processes[replica_id].wait(120) == 2
     log = (tmp_path / f"{replica_id}.log").read_text().strip()

@@ -22,9 +22,15 @@ class Server:
 
     def __init__(self, strategy: str = "predicted", *, num_blocks: int = 4000, max_num_seqs: int = 64) -> None:
         blocks = BlockManager(num_blocks, 16)
-        self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=512)
-        self.handles = itertools.count(1)
         self.num_steps = 0
+        self.scheduler = Scheduler(
+            blocks,
+            make_admission(strategy, blocks),
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=512,
+            clock=lambda: self.num_steps * STEP_S,
+        )
+        self.handles = itertools.count(1)
 
     def ask(self, tenant_id: str, num_tokens: int, *, priority: int = 0, group_id: str | None = None, prompt: int | None = None) -> Sequence:
         handle = next(self.handles)
@@ -190,14 +196,15 @@ def test_a_long_prompt_leaves_another_tenants_stream_most_of_the_time() -> None:
 def test_steps_of_prompts_are_short_while_another_tenant_is_expected() -> None:
     cost = StepCost(fixed_s=0.005, per_token_s=0.0005, per_context_token_s=0.0)
 
-    def longest_step(others_ago_s: float) -> int:
-        """Tokens."""
+    def longest_step(others_ago_s: float, *, is_crowd_there: bool = False) -> int:
+        """Tokens. is_crowd_there: no request comes after the other tenant's."""
         server = Server()
         server.scheduler.step_cost.cost = cost
+        crowd = [server.ask("a", 4) for _ in range(40)] if is_crowd_there else []
         server.ask("b", 1)
         server.run(2)
         server.num_steps += round(others_ago_s / STEP_S)
-        crowd = [server.ask("a", 4) for _ in range(20)]
+        crowd = crowd or [server.ask("a", 4) for _ in range(20)]
         computed = []
         for _ in range(4):
             before = sum(each.kv.num_computed for each in crowd)
@@ -207,6 +214,8 @@ def test_steps_of_prompts_are_short_while_another_tenant_is_expected() -> None:
 
     assert 16 < longest_step(EXPECTED_S / 2) <= cost.tokens_within(SHORT_STEP_S, 0)
     assert longest_step(EXPECTED_S * 2) == 512, "the scheduler's bound"
+    assert 16 < longest_step(EXPECTED_S / 2, is_crowd_there=True) <= cost.tokens_within(SHORT_STEP_S, 0)
+    assert longest_step(EXPECTED_S * 2, is_crowd_there=True) == 512, "the clock alone says that he is not to be expected"
 
 
 def test_a_tenants_first_prompt_goes_before_the_prompts_of_a_crowd() -> None:

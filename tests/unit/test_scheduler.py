@@ -7,7 +7,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.policy import PLAIN, StepPolicy
-from services.compute.scheduling.scheduler import Scheduler
+from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
 from services.compute.sequence import Sequence
 from shared.model.segments import Layout, Segment
 from tests.unit.sequences import counted, handles_of, make_scheduler, make_sequence
@@ -370,3 +370,36 @@ def test_blocks_that_others_hold_behind_a_gap_are_no_room() -> None:
     blocks.empty.clear()
     blocks._release(blocks._take())  # evicted: the first block that `one` had cached
     assert len(blocks.cached_blocks) == 3 and blocks.num_held(third) == 0 and blocks.match(third) == []
+
+
+@pytest.mark.parametrize("strategy", ["predicted", "paged"])
+def test_nobody_gives_a_place_to_one_that_would_not_fit(strategy: str) -> None:
+    """Every place is taken, and an urgent sequence needs more memory than the one that would give way has."""
+    scheduler = make_scheduler(strategy, num_blocks=12, max_num_seqs=2, max_batched_tokens=64)
+    long, short = make_sequence(1, list(range(24)), 4, priority=5), make_sequence(2, list(range(100, 108)), 4, priority=5, arrived_at=1.0)
+    scheduler.add(long)
+    scheduler.add(short)
+    one_step(scheduler)
+    scheduler.add(urgent := make_sequence(3, list(range(200, 228)), 4, priority=-50, arrived_at=2.0))
+    one_step(scheduler)
+    assert [*scheduler.running] == [1, 2] and scheduler.num_preemptions == 0, "with the place of the second it would lack blocks of the first"
+    scheduler.finish(long)
+    one_step(scheduler)
+    assert urgent.handle in scheduler.running
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_heads_of_both_queues_wait_after_they_did_not_fit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While suspects run apart there are two queues: each head is looked at again some steps later."""
+    scheduler = make_scheduler(strategy, num_blocks=12, max_batched_tokens=64)
+    policy = StepPolicy(apart=frozenset({2, 4}))
+    for handle in (1, 2):
+        scheduler.add(make_sequence(handle, list(range(100 * handle, 100 * handle + 20)), 4, arrived_at=handle))
+        one_step(scheduler, policy)
+    for handle in (3, 4):
+        scheduler.add(make_sequence(handle, list(range(100 * handle, 100 * handle + 30)), 4, arrived_at=handle))
+    looks, observe = [], scheduler.admission.observe
+    monkeypatch.setattr(scheduler.admission, "observe", lambda running: (looks.append(1), observe(running)))
+    for _ in range(RETRY_EVERY):  # no token is decided, so nothing runs: both queues are asked each time
+        scheduler.schedule(policy)
+    assert {*scheduler.running} == {1, 2} and len(looks) == 2, "each of them was looked at once"

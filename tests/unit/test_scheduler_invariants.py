@@ -22,6 +22,8 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.policy import StepPolicy
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.scheduling.verdict import Begin
 from services.compute.sequence import ScoredTokens, Sequence
 from shared.model.prefix_hash import prefix_root
 from shared.model.segments import HOLE, Layout, Segment
@@ -45,6 +47,21 @@ class WatchedBlocks(BlockManager):
         return block_id
 
 
+class WatchedScheduler(Scheduler):
+    """Sees to it that no place is taken from a sequence for one that does not begin."""
+
+    num_begun = 0
+
+    def _begin(self, sequence: Sequence, verdict: Begin, step: NewStep, budget: int) -> int:
+        self.num_begun += 1
+        return super()._begin(sequence, verdict, step, budget)
+
+    def _admit(self, step: NewStep, budget: int) -> None:
+        num_begun, num_preemptions = self.num_begun, self.num_preemptions
+        super()._admit(step, budget)
+        assert self.num_preemptions - num_preemptions <= self.num_begun - num_begun
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         strategy=st.sampled_from(STRATEGIES),
@@ -54,10 +71,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         run_ahead=st.sampled_from([None, 0, 1, 2, 3]),
         seed=st.integers(0, 99),
         has_tier=st.booleans(),
+        num_places=st.sampled_from([2, MAX_SEQS]),
     )
-    def start(self, strategy: str, prefix_caching: bool, target_itl_s: float | None, num_blocks: int, run_ahead: int | None, seed: int, has_tier: bool) -> None:
+    def start(
+        self,
+        strategy: str,
+        prefix_caching: bool,
+        target_itl_s: float | None,
+        num_blocks: int,
+        run_ahead: int | None,
+        seed: int,
+        has_tier: bool,
+        num_places: int,
+    ) -> None:
         self.blocks = WatchedBlocks(num_blocks, prefix_caching=prefix_caching)
-        self.scheduler = make_scheduler(strategy, blocks=self.blocks, target_itl_s=target_itl_s, run_ahead=run_ahead or 0)
+        self.scheduler = make_scheduler(
+            strategy, blocks=self.blocks, kind=WatchedScheduler, target_itl_s=target_itl_s, run_ahead=run_ahead or 0, max_num_seqs=num_places
+        )
         self.blocks.fresh = [] if has_tier else None
         self.policy = StepPolicy(awaits_restoring=has_tier)
         self.disk: dict[bytes, list[Any]] = {}  # the second tier: what the cache held of a block
@@ -82,6 +112,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.add(
             list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt, prompt_logprobs=prompt_logprobs, tenant_id=tenant_id
         )
+
+    @rule(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=MAX_SEQS), length=st.integers(20, 60))
+    def arrive_in_a_hurry(self, lengths: list[int], length: int) -> None:
+        """A long prompt that has priority over some that have begun: one may have to give its place to it."""
+        for number, each in enumerate(lengths):
+            self.add(list(range(700 + 100 * number, 700 + 100 * number + each)), 20, 1.0, 0, priority=5)
+        for _ in range(sum(lengths) // MAX_TOKENS + 1):
+            self.run_step()
+        self.add(list(range(500, 500 + length)), 4, 1.0, 0, priority=-3, tenant_id=f"c{len(self.sequences)}")
 
     @rule(which=st.integers(0, 1 << 20), output=st.integers(1, 36))
     @precondition(lambda self: self.sequences)

@@ -12,6 +12,8 @@ too, though it is not full.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice, pairwise, takewhile
 
 from services.compute.sequence import Sequence
@@ -49,10 +51,11 @@ class BlockManager:
         # hashes that have come into the prefix cache or have left it, for those who are told; None: nobody is
         self.changes: dict[bytes, bool] | None = None
         self.num_evictions = 0
+        self._num_unheld = 0  # within `without`: those that only that sequence holds
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self.empty) + len(self.evictable)
+        return len(self.empty) + len(self.evictable) + self._num_unheld
 
     @property
     def num_used_blocks(self) -> int:
@@ -60,6 +63,29 @@ class BlockManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    @contextmanager
+    def without(self, sequence: Sequence) -> Iterator[None]:
+        """Count as if the sequence had given its blocks back. Nothing may be taken or given back meanwhile."""
+        for block_id in sequence.kv.block_table:
+            self.ref_counts[block_id] -= 1
+        self._num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in set(sequence.kv.block_table))
+        yield
+        self._num_unheld = 0
+        for block_id in sequence.kv.block_table:
+            self.ref_counts[block_id] += 1
+
+    def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int, *, is_fork: bool) -> bool:
+        """Whether there are free blocks for the first chunk of a sequence that begins, of so many tokens
+        behind those in `matched`; with segments, of which later ones may be found, for all of it that
+        nobody holds."""
+        if sequence.request.layout is not None and not is_fork:
+            return self.num_blocks_for(len(sequence.tokens)) - self.num_held(sequence) <= self.num_free_blocks
+        num_tokens, most_tokens = len(sequence.tokens), max(most_tokens, sequence.request.largest_whole)
+        if sequence.request.layout is None:
+            num_tokens = min(num_tokens, len(matched) * self.block_size + most_tokens)
+        unheld = sum(self.ref_counts[block_id] == 0 for block_id in matched)
+        return self.num_blocks_for(num_tokens) - len(matched) + unheld <= self.num_free_blocks
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let the sequence write up to its num_tokens-th slot: blocks for all, and its own copy of

@@ -25,7 +25,9 @@ this step alone: `settle` says how many of them came true.
 """
 
 import heapq
+import time
 from collections import Counter
+from collections.abc import Callable
 
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
@@ -36,7 +38,7 @@ from services.compute.scheduling.new_step import NewStep, advance
 from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.shares import Shares
 from services.compute.scheduling.step_cost import StepCostFit
-from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
+from services.compute.scheduling.verdict import Begin, Wait
 from services.compute.scheduling.waiting import WaitingQueue
 from services.compute.sequence import Prefix, Sequence
 
@@ -58,8 +60,10 @@ class Scheduler:
         aging_s: float = AGING_S,
         target_itl_s: float | None = None,
         run_ahead: int = 0,
-        splits_prompts: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: s, goes forward only."""
+        self.clock = clock
         self.block_manager = block_manager
         self.admission = admission
         self.max_num_seqs = max_num_seqs
@@ -68,8 +72,6 @@ class Scheduler:
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
         self.run_ahead = run_ahead  # steps whose foreseen tokens a sequence may be computed on
-        # False: every token of the model's sees all others, so a prompt is computed in one step
-        self.splits_prompts = splits_prompts
         self.policy = PLAIN  # of the step in the making, or of the last one
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
@@ -80,7 +82,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefixes = FoundPrefixes(block_manager)
         self.groups = Groups()
-        self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
+        self._refused: dict[bool, tuple[int, int]] = {}  # by _is_apart: the queue's head that did not fit, steps since
         self._is_observed = False  # the admission has looked at what runs now
 
     @property
@@ -92,7 +94,7 @@ class Scheduler:
         assert self.block_manager.num_blocks_for(sequence.max_num_tokens) <= self.block_manager.num_blocks
         sequence.rank = sequence.request.arrived_at + sequence.request.priority * self.aging_s
         self.waiting.push(sequence)
-        self.shares.arrived(sequence.request.tenant_id, sequence.request.arrived_at)
+        self.shares.arrived(sequence.request.tenant_id, self.clock())
 
     def next_to_begin(self, policy: StepPolicy) -> list[Sequence]:
         """Sequences that may begin in the next step: the heads of the queue, and by rank as many as there are places."""
@@ -178,7 +180,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self.admission.ended(sequence, is_complete=is_complete)
-        self._refused = None
+        self._refused.clear()
 
     def _can_run(self, sequence: Sequence) -> bool:
         """Whether it is its turn, and what it would be computed on is decided as far as it must
@@ -211,9 +213,9 @@ class Scheduler:
         """Schedule all that are one token behind. Returns the others, which are further behind."""
         able = [sequence for sequence in self.running.values() if self._can_run(sequence)]
         behind = [sequence for sequence in able if sequence.num_uncomputed_tokens != 1]
-        if self.splits_prompts:
-            waiting = self.waiting.num_tokens if self._refused is None else {}
-            self.shares.begin_step(able, waiting, self.step_cost.cost, self.max_batched_tokens)
+        if self.policy.splits_prompts:
+            waiting = {} if self._is_apart in self._refused else self.waiting.num_tokens
+            self.shares.begin_step(able, waiting, self.step_cost.cost, self.max_batched_tokens, self.clock())
         turns = self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1])
         # so that each stage has its part of them to compute
         for sequence in turns[: -(-(len(turns) + len(self.policy.in_stages)) // self.policy.num_stages)]:
@@ -247,34 +249,35 @@ class Scheduler:
         return budget
 
     def _admit(self, step: NewStep, budget: int) -> None:
-        """Waiting sequences begin, in the order of their ranks, while there are budget, a place,
-        and memory as the strategy counts it."""
+        """Waiting sequences begin by rank, while there are budget, a place, and memory as the strategy counts it."""
         self._is_observed = False
         while budget > 0 and (sequence := self._head(is_apart=self._is_apart)) is not None:
             verdict = self._verdict(sequence, budget)
-            if isinstance(verdict, MakeRoom):
-                self._preempt(verdict.victim, step)
-                self._is_observed = False
-                verdict = self._verdict(sequence, budget)
-            if not isinstance(verdict, Begin):
-                if isinstance(verdict, Wait) and verdict.num_steps is not None:
-                    self._refused = (sequence.handle, verdict.num_steps)
+            if isinstance(verdict, Wait):
+                if verdict.num_steps is not None:
+                    self._refused[self._is_apart] = (sequence.handle, verdict.num_steps)
                 return
+            if verdict.victim is not None:
+                self._preempt(verdict.victim, step)
             budget -= self._begin(sequence, verdict, step, budget)
 
-    def _verdict(self, sequence: Sequence, budget: int) -> Begin | MakeRoom | Wait:
-        """Whether the head of the queue may begin. What keeps it is looked for in the order of what
-        it costs to find out."""
-        if not self._can_run(sequence) or not (self.splits_prompts or len(sequence.tokens) <= budget):
+    def _verdict(self, sequence: Sequence, budget: int) -> Begin | Wait:
+        """Whether the head of the queue may begin: what costs least to find out comes first."""
+        if not self._can_run(sequence) or not (self.policy.splits_prompts or len(sequence.tokens) <= budget):
             return Wait()
-        if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < RETRY_EVERY:
-            # it did not fit a few steps ago, and nothing has ended since
-            return Wait(self._refused[1] + 1)
+        if (num_steps := self._num_steps_refused(sequence, is_apart=self._is_apart)) is not None:
+            return Wait(num_steps + 1)
         if self.policy.awaits_restoring and not sequence.kv.is_restored:
             return Wait()
-        if len(self.running) >= self.max_num_seqs:
-            victim = self._victim(sequence)
-            return Wait() if victim is None else MakeRoom(victim)
+        if len(self.running) < self.max_num_seqs:
+            return self._fit(sequence, budget)
+        if (victim := self._victim(sequence)) is None:
+            return Wait()
+        with self.block_manager.without(victim):
+            return self._fit(sequence, budget, victim)
+
+    def _fit(self, sequence: Sequence, budget: int, victim: Sequence | None = None) -> Begin | Wait:
+        """Whether there is memory for the head of the queue, which has a place, or takes the victim's."""
         twin = self.groups.twin(sequence)
         if twin is not None and twin.handle in self.policy.in_stages and not sequence.is_scored:
             return Wait()
@@ -282,13 +285,18 @@ class Scheduler:
             if self._can_run(twin):
                 return Wait()  # when the twin's prompt is computed, this one need not be
             twin = None
-        if not self._is_observed:
-            self.admission.observe(self.running.values())
+        if victim is not None or not self._is_observed:
+            self.admission.observe([each for each in self.running.values() if each is not victim])
             self._is_observed = True
         matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
-        if self._has_blocks(sequence, matched, budget, is_fork=twin is not None) and self.admission.admits(sequence, matched):
-            return Begin(matched, twin)
+        if self.block_manager.has_room_for(sequence, matched, budget, is_fork=twin is not None) and self.admission.admits(sequence, matched):
+            return Begin(matched, twin, victim)
         return Wait(0)
+
+    def _num_steps_refused(self, sequence: Sequence, *, is_apart: bool) -> int | None:
+        """Steps since this head of a queue did not fit. None: it may be looked at again."""
+        handle, num_steps = self._refused.get(is_apart, (None, 0))
+        return num_steps if handle == sequence.handle and num_steps < RETRY_EVERY else None
 
     def _head(self, *, is_apart: bool) -> Sequence | None:
         """The head of the queue, of those that run apart or of the others."""
@@ -319,16 +327,6 @@ class Scheduler:
         if not able and not own:
             able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.request.tenant_id] - 1) > sequence.rank]
         return max(able, key=lambda each: (each.request.priority, self._num_running[each.request.tenant_id], *_rank(each)), default=None)
-
-    def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int, *, is_fork: bool) -> bool:
-        """Whether there are free blocks for the sequence's first chunk now; with segments, of which
-        later ones may be found, for all of it that nobody holds."""
-        blocks, budget = self.block_manager, max(budget, sequence.request.largest_whole)
-        if sequence.request.layout is not None and not is_fork:
-            return blocks.num_blocks_for(len(sequence.tokens)) - blocks.num_held(sequence) <= blocks.num_free_blocks
-        num_tokens = len(sequence.tokens) if sequence.request.layout is not None else min(len(sequence.tokens), len(matched) * blocks.block_size + budget)
-        unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
-        return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
     def _begin(self, sequence: Sequence, verdict: Begin, step: NewStep, budget: int) -> int:
         """The sequence leaves the queue, with its first chunk. Returns its tokens."""

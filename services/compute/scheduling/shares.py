@@ -40,19 +40,17 @@ class Shares:
         self._num_turns = 0
         self._num_bounded = 0  # steps that somebody bounded
         self._arrivals: dict[str, float] = {}  # by tenant: of his last request; the latest last
-        self._now = 0.0  # the last arrival of all
 
-    def arrived(self, tenant_id: str, arrived_at: float) -> None:
+    def arrived(self, tenant_id: str, now: float) -> None:
         """A request of the tenant has come."""
-        self._now = max(self._now, arrived_at)
         self._arrivals.pop(tenant_id, None)
-        self._arrivals[tenant_id] = self._now
-        while self._now - self._arrivals[first := next(iter(self._arrivals))] > EXPECTED_S:
-            del self._arrivals[first]
+        self._arrivals[tenant_id] = now
 
-    def begin_step(self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, most_tokens: int) -> None:
+    def begin_step(self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, most_tokens: int, now: float) -> None:
         """Bound a step of some sequences. waiting: tokens of those that may begin, by tenant. cost:
-        None while it is unknown. most_tokens: bound of any step."""
+        None while it is unknown. most_tokens: bound of any step. now: on the clock of `arrived`."""
+        while self._arrivals and now - self._arrivals[first := next(iter(self._arrivals))] > EXPECTED_S:
+            del self._arrivals[first]
         num_tokens, num_context_tokens = Counter(waiting), Counter(waiting)
         for sequence in running:
             num_tokens[sequence.request.tenant_id] += sequence.num_uncomputed_tokens

@@ -11,13 +11,7 @@ class Begin:
 
     matched: list[int]  # blocks of its first tokens that are computed already
     twin: Sequence | None  # a sequence of the same prompt whose blocks it takes
-
-
-@dataclass(frozen=True, slots=True)
-class MakeRoom:
-    """The head of the queue begins once another sequence has given its place back."""
-
-    victim: Sequence
+    victim: Sequence | None  # a sequence that gives its place back first; None: there is a free one
 
 
 @dataclass(frozen=True, slots=True)

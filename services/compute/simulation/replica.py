@@ -2,7 +2,9 @@
 additions."""
 
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Numbers
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar, cast
@@ -11,7 +13,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.policy import PLAIN, StepPolicy
-from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.simulation.machine import Cost
 from services.compute.simulation.roofline import Work, pairs_of
@@ -32,7 +34,13 @@ class CountedBlocks(BlockManager):
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_free
+        return self._num_free + self._num_unheld
+
+    @contextmanager
+    def without(self, sequence: Sequence) -> Iterator[None]:
+        self._num_unheld = len(sequence.kv.block_table)
+        yield
+        self._num_unheld = 0
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         missing = self.num_blocks_for(num_tokens) - len(sequence.kv.block_table)
@@ -78,17 +86,17 @@ class SteadyScheduler(Scheduler):
     def is_blocked(self) -> bool:
         """Whether no waiting sequence would begin in a step of decodes alone: there is none, or its
         memory was refused of late, or every place is taken."""
-        return not len(self.waiting) or self._has_refused or len(self.running) >= self.max_num_seqs
+        return not len(self.waiting) or self._num_steps_waited() is not None or len(self.running) >= self.max_num_seqs
 
-    @property
-    def _has_refused(self) -> bool:
+    def _num_steps_waited(self) -> int | None:
+        """Steps since the head of the queue did not fit, if that keeps it now."""
         head = self._head(is_apart=False)
-        return self._refused is not None and head is not None and self._refused[0] == head.handle and self._refused[1] < RETRY_EVERY
+        return None if head is None else self._num_steps_refused(head, is_apart=False)
 
     def pass_step(self) -> None:
         """A step of decodes alone ran without the scheduler: the refused head waits for it, too."""
-        if self._refused is not None and len(self.waiting) and self._has_refused:
-            self._refused = (self._refused[0], self._refused[1] + 1)
+        if self._refused and len(self.waiting) and (num_steps := self._num_steps_waited()) is not None:
+            self._refused[False] = (self._refused[False][0], num_steps + 1)
 
 
 @dataclass(frozen=True, slots=True)
