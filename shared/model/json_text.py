@@ -1,0 +1,71 @@
+"""JSON that others write, clients and models: how deep and how long it may be, and one way each to
+read and to write it, so that whatever is read can be written again, everywhere."""
+
+import json
+import re
+from typing import Any
+
+MAX_DEPTH = 128  # levels of a value: what reads and writes JSON in a stage goes deeper, also where a function calls itself for each
+MAX_DIGITS = 4300  # of a number: Python reads no longer integer
+SURROGATE = re.compile("[\ud800-\udfff]")
+NESTED = (dict, list)
+
+
+class TooDeep(ValueError):
+    """A value is nested deeper than it may be."""
+
+
+def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
+    """Raises TooDeep. In time linear in the value's size, and a list of a million numbers takes a few ms."""
+    level, depth = [value] if type(value) in NESTED else [], 0
+    while level:
+        if (depth := depth + 1) > most:
+            raise TooDeep(f"nested deeper than {most} levels")
+        below = []
+        for each in level:
+            items = each.values() if type(each) is dict else each
+            kinds = set(map(type, items))
+            if dict in kinds or list in kinds:
+                below += [item for item in items if type(item) in NESTED]
+        level = below
+
+
+def check_text(text: str) -> None:
+    """Raises TooDeep for a text that is JSON and is nested too deep. Another may be anything."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    try:
+        read_json(text)
+    except TooDeep:
+        raise
+    except ValueError:
+        return
+
+
+def read_json(text: str, *, strict: bool = True) -> Any:
+    """The value that a text is JSON of. Raises ValueError for what is no JSON, for what is nested
+    too deep, and for numbers that Python can't hold. strict: as of json.loads."""
+    try:
+        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite)
+    except RecursionError:
+        raise TooDeep(f"nested deeper than {MAX_DEPTH} levels") from None
+    check_depth(value)
+    return value
+
+
+def write_json(value: Any) -> str:
+    """Characters stay as they are, unless one is half of a pair, which can't be sent. Raises
+    ValueError for what no JSON can say, and for what is nested too deep."""
+    check_depth(value)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value, allow_nan=False) if SURROGATE.search(text) else text
+
+
+def _refused(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(number: str) -> float:
+    if (value := float(number)) - value != 0:
+        raise ValueError("a number is too large")
+    return value
