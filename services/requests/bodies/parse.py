@@ -31,17 +31,24 @@ def read_object(data: bytes, what: str, code: str) -> dict[str, Any]:
     name in errors; code: of the error for what is no JSON object. Raises Invalid (400)."""
     try:
         value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:  # or it is nested deeper than even that reads
-        raise Invalid(f"the {what} can't be read as JSON: {error}", code=code) from None
+    except orjson.JSONDecodeError as error:
+        if "depth limit" in error.msg:
+            raise too_deep("", what) from None
+        raise Invalid(f"the {what} is not JSON: {error}", code=code) from None
     if not isinstance(value, dict):
         raise Invalid(f"the {what} must be a JSON object, got {kind_of(value)}", code=code)
     for field, each in value.items():
         try:
             check_depth(each, MAX_BODY_DEPTH - 1)
         except TooDeep:
-            name = shortened(field)
-            raise Invalid(f"{name}: the {what} is nested deeper than {MAX_BODY_DEPTH} levels", param=name, code="invalid_value") from None
+            raise too_deep(shortened(field), what) from None
     return value
+
+
+def too_deep(field: str, what: str) -> Invalid:
+    """field: where; empty: not known."""
+    reason = f"the {what} is nested deeper than {MAX_BODY_DEPTH} levels"
+    return Invalid(f"{field}: {reason}" if field else reason, param=field or None, code="invalid_value")
 
 
 def invoked(kinds: Mapping[str, type[B]], value: dict[str, Any]) -> type[B]:
