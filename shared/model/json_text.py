@@ -8,7 +8,6 @@ from typing import Any
 MAX_DEPTH = 128  # levels of a value: what reads and writes JSON in a stage goes deeper, also where a function calls itself for each
 MAX_DIGITS = 4300  # of a number: Python reads no longer integer
 SURROGATE = re.compile("[\ud800-\udfff]")
-NESTED = (dict, list)
 
 
 class TooDeep(ValueError):
@@ -16,18 +15,12 @@ class TooDeep(ValueError):
 
 
 def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
-    """Raises TooDeep. In time linear in the value's size, and a list of a million numbers takes a few ms."""
-    level, depth = [value] if type(value) in NESTED else [], 0
+    """Raises TooDeep. In time linear in the value's size."""
+    level, depth = [value] if isinstance(value, dict | list) else [], 0
     while level:
         if (depth := depth + 1) > most:
             raise TooDeep(f"nested deeper than {most} levels")
-        below = []
-        for each in level:
-            items = each.values() if type(each) is dict else each
-            kinds = set(map(type, items))
-            if dict in kinds or list in kinds:
-                below += [item for item in items if type(item) in NESTED]
-        level = below
+        level = [item for each in level for item in (each.values() if type(each) is dict else each) if type(item) is dict or type(item) is list]
 
 
 def check_text(text: str) -> None:
