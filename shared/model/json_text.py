@@ -2,7 +2,9 @@
 read and to write it, so that whatever is read can be written again, everywhere."""
 
 import json
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 128  # levels of a value: what reads and writes JSON in a stage goes deeper, also where a function calls itself for each
@@ -35,11 +37,18 @@ def check_text(text: str) -> None:
         return
 
 
-def read_json(text: str, *, strict: bool = True) -> Any:
+def finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError("a number is too large")
+    return value
+
+
+def read_json(text: str, *, strict: bool = True, parse_float: Callable[[str], float] = finite) -> Any:
     """The value that a text is JSON of. Raises ValueError for what is no JSON, for what is nested
-    too deep, and for numbers that Python can't hold. strict: as of json.loads."""
+    too deep, and for numbers that Python can't hold. strict, parse_float: as of json.loads; `float`
+    makes infinity of a number that is too large."""
     try:
-        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite)
+        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=parse_float)
     except RecursionError:
         raise TooDeep(f"nested deeper than {MAX_DEPTH} levels") from None
     check_depth(value)
@@ -56,9 +65,3 @@ def write_json(value: Any) -> str:
 
 def _refused(word: str) -> Any:
     raise ValueError(f"{word} is no JSON")
-
-
-def _finite(number: str) -> float:
-    if (value := float(number)) - value != 0:
-        raise ValueError("a number is too large")
-    return value

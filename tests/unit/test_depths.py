@@ -222,4 +222,5 @@ def test_an_answer_that_is_nested_too_deep_is_said_to_be_unchecked() -> None:
     depth = sys.getrecursionlimit() - 10
     [told] = problems_of({"uniqueItems": True}, "[" * depth + "]" * depth)
     assert told == {"path": "$", "message": "not checked: it is nested deeper than 128 levels"}
+    assert problems_of({"type": "array"}, "[1e999]") == []
     assert problems_of({}, "[NaN]") == [{"path": "$", "message": "it is not JSON"}]

@@ -23,7 +23,7 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
     """List where the answer breaks which keyword of its schema; empty: it is valid."""
     found: list[dict[str, Any]] = []
     try:
-        value = read_json(text)
+        value = read_json(text, parse_float=float)
     except TooDeep as error:
         return [problem("$", f"not checked: it is {error}")]
     except ValueError:
