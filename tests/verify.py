@@ -45,7 +45,7 @@ SUITES = {
     "fairness": Suite("tests.chaos.fairness", "small requests are at most twice as slow while another tenant floods", "minutes"),
     "failover": Suite("tests.failover", "answers stay the same while Redis' primary dies again and again, and a replica that lags takes over", "minutes"),
     "grammars": Suite("tests.grammars", "answers keep to their JSON schemas, thousands of them", "minutes"),
-    "hostile": Suite("tests.hostile", "each of 10,000 malformed and hostile requests gets a clear answer", "minutes"),
+    "hostile": Suite("tests.hostile", "each of 12,000 malformed, hostile and deep requests gets a clear answer, and no process ends", "minutes"),
     "kubernetes": Suite(
         "tests.kubernetes", "the manifests and the chart are sound and say the same; updates and scaling by their numbers lose nothing", "6 minutes",
         "root, helm, kubectl", ("--group", "kubernetes"),

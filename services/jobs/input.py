@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import orjson
 
 from services.requests.bodies.fields import kind_of, shortened
+from services.requests.bodies.parse import read_object
 from services.requests.files.storage import Storage
 from shared.process.errors import Invalid
 
@@ -82,12 +82,7 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
     """Raises Invalid for what is no request, but for what the endpoint itself makes of the body."""
     if len(text) > max_bytes:
         raise Invalid(f"the line has {len(text)} bytes, at most {max_bytes} are taken", code="line_too_long")
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise Invalid(f"the line is not JSON: {error}", code="invalid_json_line") from None
-    if not isinstance(value, dict):
-        raise Invalid(f"a line must be a JSON object, got {kind_of(value)}", code="invalid_json_line")
+    value = read_object(text, "line", "invalid_json_line")
     custom_id, body = value.get("custom_id"), value.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
         raise Invalid(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id")

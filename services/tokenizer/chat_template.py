@@ -9,7 +9,8 @@ import weakref
 from typing import Any
 
 from services.tokenizer.template_features import find_parsers
-from services.tokenizer.template_worker import read_frame, write_frame
+from services.tokenizer.template_worker import frame_of, read_frame
+from shared.model.json_text import read_json
 from shared.process.errors import Invalid, StartupError
 from shared.process.telemetry import get_logger
 from shared.wire.messages import ChatMessage, ChatOptions
@@ -76,8 +77,8 @@ class ChatTemplate:
         """Render each conversation as the model was trained to read it, up to where the assistant
         speaks; or the template's word against it.
 
-        Whatever a template raises is about this conversation (or a broken template), and fails this
-        request alone.
+        Whatever goes wrong is about this conversation (or a broken template), and fails this request
+        alone.
         """
         if self._template is None:
             return [Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template") for _ in conversations]
@@ -91,16 +92,20 @@ class ChatTemplate:
             return [_away("does not start") for _ in conversations]
         found: list[str | Invalid | Slow] = []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
-            found.append(self._render(messages, each))
+            try:
+                found.append(self._render(messages, each))
+            except Exception as error:  # the others of the batch have nothing to do with it
+                log.error("a conversation could not be given to the chat template", error=error)
+                found.append(_refused("the chat template", f"they can't be given to it ({type(error).__name__})"))
         return found
 
     def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | Invalid | Slow:
         name = "the request's chat_template" if options.chat_template else "the model's chat template"
         try:
-            tools, documents, kwargs = (json.loads(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
-        except (ValueError, RecursionError) as error:  # a gateway checks them, but this is whatever was in Redis
+            tools, documents, kwargs = (read_json(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
+        except ValueError as error:  # a gateway checks them, but this is whatever was in Redis
             return _refused(name, f"its tools, documents or variables are not JSON: {error}")
-        conversation = {
+        conversation = frame_of({
             "limit_s": QUICK_LIMIT_S if self._is_quick else RENDER_LIMIT_S,
             "messages": [to_template(message) for message in messages],
             "tools": tools,
@@ -109,7 +114,7 @@ class ChatTemplate:
             "chat_template": options.chat_template,
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
-        }
+        })  # fmt: skip
         for _ in range(2):  # a worker that was killed costs nobody a request
             self.start()
             worker, self._worker = self._worker, None
@@ -158,8 +163,8 @@ def to_object(arguments: str) -> Any:
     """The object that the text is JSON of, if it is one; else the text: a model may have written
     anything."""
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = read_json(arguments or "{}")
+    except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
 
@@ -171,20 +176,21 @@ class _Worker:
         command = [sys.executable, "-m", "services.tokenizer.template_worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._stop = weakref.finalize(self, _end, self._process)
-        self._first = (template, special_tokens, COMPILE_LIMIT_S)
+        self._first = frame_of((template, special_tokens, COMPILE_LIMIT_S))
 
     def begin(self) -> dict[str, Any] | None:
         """Start the worker and return what it says of the template, as `ask`."""
         return self.ask(self._first)
 
-    def ask(self, value: object) -> dict[str, Any] | None:
+    def ask(self, frame: bytes) -> dict[str, Any] | None:
         """Ask the worker and return its answer; None if it has ended instead. Raises TimeoutError,
         having ended it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         answer: dict[str, Any] | None = None
         has_come = True
         try:
-            write_frame(self._process.stdin, value)
+            self._process.stdin.write(frame)
+            self._process.stdin.flush()
             has_come = bool(select.select([self._process.stdout], [], [], ANSWER_TIMEOUT_S)[0])
             answer = read_frame(self._process.stdout) if has_come else None
         except (OSError, json.JSONDecodeError):  # it died, in the middle of something

@@ -14,7 +14,7 @@ from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.images import check_images, check_places, expand_images
 from services.tokenizer.modules import LONG_TEXT, PARAM, join, with_place
 from services.tokenizer.offsets import offsets_of
-from services.tokenizer.prepared import Prepared, head_of
+from services.tokenizer.prepared import Prepared, alone, head_of
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
 from shared.model.arrays import Array
@@ -73,20 +73,19 @@ class Encoder:
         prepared = [Prepared.of(request) for request in requests]
         chats: list[tuple[Prepared, Conversation]] = []
         for each in prepared:
-            try:
+            with alone(each):
                 each.request = with_place(each.request)
                 check_images(each.request.messages, self.vision, has_modules=bool(each.request.modules))
                 if each.request.messages is not None:
                     chats.append((each, self._marked(each.request, Conversation(each.request.messages, each.request.chat))))
                 elif (marked := self._marked(each.request, each.text)) is not None and marked != each.text:
                     each.text = MarkedText(marked)
-            except Invalid as error:
-                each.error = error
         rendered = chat_template.render([chat.messages for _, chat in chats], [chat.options for _, chat in chats])
         for (each, chat), text in zip(chats, rendered, strict=True):
-            is_marked = chat.messages is not each.request.messages
-            each.take(self._with_own_marks(chat, text, chat_template) if is_marked and isinstance(text, str) else text)
-            expand_images(each, self.vision, self.max_model_len)
+            with alone(each):
+                is_marked = chat.messages is not each.request.messages
+                each.take(self._with_own_marks(chat, text, chat_template) if is_marked and isinstance(text, str) else text)
+                expand_images(each, self.vision, self.max_model_len)
         return prepared
 
     def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
@@ -94,11 +93,13 @@ class Encoder:
         heads = [head_of(each) for each in prepared]  # before the modules
         for each in (*prepared, *heads):
             if each is not None and each.error is None and each.text is not None:
-                self._bound(each, each.text, max_model_len)
+                with alone(each):
+                    self._bound(each, each.text, max_model_len)
         self._encode_texts([each for each in (*prepared, *heads) if each is not None and each.error is None and each.text is not None], max_model_len)
         for each, head in zip(prepared, heads, strict=True):
             if each.error is None and each.request.modules:
-                self._place_modules(each, head)
+                with alone(each):
+                    self._place_modules(each, head)
         return [self._finish(each, max_model_len) for each in prepared]
 
     def _marked(self, request: GenerateRequest, value: T) -> T:
@@ -109,9 +110,8 @@ class Encoder:
             return value
         try:
             return self.special_tokens.mark(value) if self.special_tokens.are_spelled_in(value) else value
-        except (Invalid, RecursionError) as error:
-            reason = str(error) if isinstance(error, Invalid) else "JSON in it is nested too deep to look for special tokens"
-            raise Invalid(reason, param="messages" if is_chat else "prompt") from None
+        except Invalid as error:
+            raise Invalid(str(error), param="messages" if is_chat else "prompt") from None
 
     def _with_own_marks(self, chat: Conversation, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
         """The rendered text of a conversation with marks. If they have changed what the template
@@ -215,25 +215,22 @@ class Encoder:
         return [np.asarray(ids, np.int32) for ids in encoded]
 
     def _finish(self, prepared: Prepared, max_model_len: int) -> TokenizedRequest | Answer | Invalid:
-        if prepared.error is not None:
-            return prepared.error
-        try:
-            return self._finished(prepared, prepared.request, prepared.text, prepared.token_ids, max_model_len)
-        except Invalid as error:
-            return error
+        if prepared.error is None:
+            with alone(prepared):
+                return self._finished(prepared, prepared.request, prepared.text, prepared.token_ids, max_model_len)
+        assert prepared.error is not None
+        return prepared.error
 
     def _place_modules(self, prepared: Prepared, head: Prepared | None) -> None:
         """Put the request's modules between the tokens before and behind them. head: of a
-        conversation, what stands before; before a plain prompt's modules stands a BOS or nothing."""
+        conversation, what stands before; before a plain prompt's modules stands a BOS or nothing.
+        Raises Invalid."""
         token_ids = prepared.token_ids
-        try:
-            if head is not None and head.error is not None:
-                raise head.error
-            count = len(self.beginning) if token_ids[: len(self.beginning)].tolist() == self.beginning.tolist() else 0
-            before, behind = (token_ids[:count], token_ids[count:]) if head is None else (head.token_ids, token_ids)
-            prepared.token_ids, prepared.segments = join(prepared.request, before, behind, self._encode_as_text)
-        except Invalid as error:
-            prepared.error = error
+        if head is not None and head.error is not None:
+            raise head.error
+        count = len(self.beginning) if token_ids[: len(self.beginning)].tolist() == self.beginning.tolist() else 0
+        before, behind = (token_ids[:count], token_ids[count:]) if head is None else (head.token_ids, token_ids)
+        prepared.token_ids, prepared.segments = join(prepared.request, before, behind, self._encode_as_text)
 
     def _encode_as_text(self, text: str) -> Array:
         """A text's tokens; special tokens that are spelt in it are text. Raises Invalid."""

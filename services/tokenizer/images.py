@@ -32,12 +32,9 @@ def check_images(messages: Sequence[ChatMessage] | None, vision: VisionFamily | 
 
 def expand_images(prepared: Prepared, vision: VisionFamily | None, max_tokens: int | None) -> None:
     """Put the tokens of each image into the rendered text, in place of what the template wrote for
-    it; or say why not. max_tokens: of the model's context; None: any number."""
+    it. max_tokens: of the model's context; None: any number. Raises Invalid."""
     if vision is not None and prepared.text is not None and (images := images_of(prepared.request.messages)):
-        try:
-            _expand(prepared, prepared.text, images, vision, max_tokens)
-        except Invalid as error:
-            prepared.error = error
+        _expand(prepared, prepared.text, images, vision, max_tokens)
 
 
 def _expand(prepared: Prepared, text: str, images: Sequence[Image], vision: VisionFamily, max_tokens: int | None) -> None:

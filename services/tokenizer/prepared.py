@@ -1,5 +1,7 @@
 """Prepared: a request on its way to token ids."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +12,10 @@ from shared.model.arrays import Array
 from shared.model.segments import Segment
 from shared.model.vision.images import PromptImage
 from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
 from shared.wire.messages import GenerateRequest
+
+log = get_logger("penstock.tokenizer")
 
 
 @dataclass(slots=True)
@@ -38,6 +43,18 @@ class Prepared:
             self.error = rendered
         else:
             self.text = rendered
+
+
+@contextmanager
+def alone(prepared: Prepared) -> Iterator[None]:
+    """What is raised inside is this request's error, and of no other of its batch."""
+    try:
+        yield
+    except Invalid as error:
+        prepared.error = error
+    except Exception as error:  # nothing that a client sends may end the process
+        log.error("a request could not be encoded", request_id=prepared.request.request_id, error=error)
+        prepared.error = Invalid(f"this request can't be encoded: {type(error).__name__}", status=500)
 
 
 def head_of(prepared: Prepared) -> Prepared | None:

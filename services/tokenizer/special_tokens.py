@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from shared.model.json_text import read_json, write_json
 from shared.process.errors import Invalid
 
 MARK, ALIAS = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them for internal use
@@ -125,7 +126,7 @@ def _opened(name: str, value: Any) -> Any:
     if name not in JSON_TEXTS or not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        found = read_json(value)
     except ValueError:
         return value
     return found if isinstance(found, dict) or (isinstance(found, list) and name != "arguments") else value
@@ -149,4 +150,4 @@ def _changed_field(name: str, value: Any, change: Any) -> Any:
     opened = _opened(name, value)
     if opened is value:
         return _changed(value, change)
-    return json.dumps(_changed(opened, change), ensure_ascii=False)
+    return write_json(_changed(opened, change))

@@ -39,9 +39,13 @@ def read_frame(source: IO[bytes]) -> Any:
     return json.loads(source.read(*FRAME.unpack(head))) if len(head) == FRAME.size else None
 
 
-def write_frame(sink: IO[bytes], value: object) -> None:
+def frame_of(value: object) -> bytes:
     data = json.dumps(value).encode()
-    sink.write(FRAME.pack(len(data)) + data)
+    return FRAME.pack(len(data)) + data
+
+
+def write_frame(sink: IO[bytes], value: object) -> None:
+    sink.write(frame_of(value))
     sink.flush()
 
 
@@ -63,6 +67,8 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
                 rendered = render(template, special_tokens, conversation)
         except OutOfTime:
             rendered = {"has_run_out": True}
+        except Exception as error:  # what is around the template's call, too, is this conversation's
+            rendered = {"error": reason_of(error)}
         write_frame(sink, rendered)
 
 
@@ -93,8 +99,14 @@ def compile_template(template: str) -> dict[str, str]:
     except TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:
-        return {"error": str(error) or type(error).__name__}
+        return {"error": reason_of(error)}
     return {}
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    return str(error) or type(error).__name__
 
 
 def render(template: str, special_tokens: dict[str, str], conversation: dict[str, Any]) -> dict[str, str]:
@@ -158,10 +170,8 @@ def _render(template: str, messages: list[dict[str, Any]], tools: list[Any] | No
 
     try:
         [text], _ = render_jinja_template([messages], chat_template=template, tools=tools or None, **options)
-    except MemoryError:
-        return {"error": "it needs too much memory"}
     except Exception as error:  # a template raises what it likes
-        return {"error": str(error) or type(error).__name__}
+        return {"error": reason_of(error)}
     return {"text": text} if len(text) <= MAX_CHARACTERS else {"error": f"it makes a text of {len(text)} characters"}
 
 

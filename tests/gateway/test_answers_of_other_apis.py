@@ -134,6 +134,17 @@ def test_ollama_s_messages_have_thinking_and_whole_calls(thinking_stage: tuple[D
         assert client.show(NAME).capabilities == ["completion", "tools", "thinking"]
 
 
+def test_a_raw_prompt_s_format_leaves_no_room_for_a_thought(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    """Nothing would tell the thought from the answer."""
+    deployment, backstage = thinking_stage
+    for is_raw in (True, False):
+        thread, taken = answering(backstage, ['{"x": 1}'])
+        httpx.post(deployment.url() + "/api/generate", json={"prompt": "Hi", "format": SCHEMA, "raw": is_raw}, timeout=60, trust_env=False)
+        thread.join()
+        found = taken[0].constraint
+        assert found is not None and (found.thought_begin, found.thought_end) == (("", "") if is_raw else ("<think>", "</think>"))
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [

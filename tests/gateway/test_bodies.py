@@ -18,6 +18,7 @@ from shared.process.errors import Invalid
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.streams import BODY
+from tests.hostile.depths import HERE, content_of
 from tests.waiting import wait_until
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "x"}]}
@@ -85,12 +86,35 @@ def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways
 
 
 def test_lone_surrogates_and_other_broken_json_are_400(gateways: Deployment) -> None:
-    for content in (rb'"\ud83d"', b'"\xff"', b"NaN", b"[" * 5000, b'{"a":1,}', b""):
+    for content in (rb'"\ud83d"', b'"\xff"', b"NaN", b'{"a":1,}', b""):
         param, message = refused(post(gateways, b'{"model":"m","prompt":' + content + b"}"))
         assert param is None and "not JSON" in message
     for field in ("stop", "user"):
         assert "surrogate" in refused(post(gateways, b'{"model":"m","prompt":"x","%b":"\\udc00"}' % field.encode()))[1]
     assert refused(post(gateways, b"[1]"))[1] == "the body must be a JSON object, got a list"
+
+
+@pytest.mark.parametrize("padding", ["", LONG])
+def test_what_is_nested_too_deep_is_refused_in_each_api_s_shape(gateways: Deployment, padding: str) -> None:
+    """A helper parses long bodies, and goes on."""
+    before = {each.pid for each in helper(gateways)}
+    call = {"function": {"name": "f", "arguments": HERE}}
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": HERE}
+    bodies: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": [CHAT["messages"][0], {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", **call}]}]},
+        "/v1/messages": {"max_tokens": 1, "messages": [CHAT["messages"][0], {"role": "assistant", "content": [block]}]},
+        "/api/chat": {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "", "tool_calls": [call]}]},
+        "/v1/responses": {"input": [{"type": "local_shell_call", "call_id": "c", "action": HERE}]},
+    }
+    for path, body in bodies.items():
+        for depth in (200, 255, 987, 5000):
+            reply = post(gateways, content_of({"model": NAME, "user": padding} | body, '{"a":' * depth + "1" + "}" * depth), path)
+            said = reply.json()["error"]
+            message = said if isinstance(said, str) else said["message"]
+            assert reply.status_code == 400 and message.endswith("the body is nested deeper than 144 levels"), (path, depth, reply.text)
+            assert "Retry-After" not in reply.headers and isinstance(said, str) == path.startswith("/api")
+            assert (reply.json().get("type") == "error") == (path == "/v1/messages")
+    assert not before or {each.pid for each in helper(gateways)} == before
 
 
 def test_parts_are_joined_and_long_prompts_arrive_whole(gateways: Deployment, backstage: Backstage) -> None:

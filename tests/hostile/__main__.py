@@ -1,4 +1,4 @@
-"""`make verify SUITE=hostile`: malformed and hostile requests, to every route of a real pipeline with keys.
+"""`make verify SUITE=hostile`: malformed, hostile and deep requests, to every route of a real pipeline with keys.
 
 Not part of `make test`. Each must get a clear answer: a 4xx whose body says why, in the shape of the
 route's API, or a 2xx where the request is good after all; never a 5xx. The gateway's memory must
@@ -26,6 +26,7 @@ from shared.wire.streams import DEAD_LETTER
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cases import BROKEN, Case, make_cases
+from tests.hostile.depths import send_deep
 from tests.hostile.jobs import CHEWING_S, Outside, batch_is_answered, forge_files, inject_jobs
 from tests.hostile.streams import inject
 from tests.hostile.timing import tell_apart
@@ -157,6 +158,7 @@ def attack_redis(attack: Attack, num_messages: int, seed: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--deep", type=int, default=2000, help="requests beside these with values nested 200 to 2,000 levels deep")
     parser.add_argument("--messages", type=int, default=2000, help="that are written into the pipeline's streams afterwards")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -172,6 +174,8 @@ def main() -> int:
             if difference := asyncio.run(tell_apart(deployment.url(), key)):
                 attack.faults[difference] += 1
             growth_mb = asyncio.run(attack.run(args.requests, args.seed))
+            ended = asyncio.run(send_deep(attack, args.deep, args.seed, CONCURRENCY))
+            print(f"{args.deep} deep bodies sent; processes that ended: {sum(ended.values())} {dict(ended)}", flush=True)
             attack_redis(attack, args.messages, args.seed)
             deaths = [each for each, process in deployment.processes.items() if process.poll() is not None]
             logs = deployment.logs() if deaths else ""
@@ -182,7 +186,7 @@ def main() -> int:
     print(f"the gateway grew by {growth_mb:.1f} MB after the first {WARM_UP}; processes that died: {deaths or 'none'}")
     for fault, count in attack.faults.most_common(30):
         print(f"FAULT {count} x {fault}")
-    passed = not attack.faults and not deaths and growth_mb < MAX_GROWTH_MB
+    passed = not attack.faults and not deaths and not ended and growth_mb < MAX_GROWTH_MB
     print("hostile passed" if passed else "hostile FAILED")
     return 0 if passed else 1
 

@@ -197,14 +197,6 @@ def with_template(template: str) -> Any:
     return tokenizer
 
 
-def test_arguments_that_are_nested_too_deep_fail_by_themselves() -> None:
-    deep = '{"a":' * 100_000 + '"<|im_end|>\\u0020"' + "}" * 100_000
-    messages = (ChatMessage("user", "x"), ChatMessage("assistant", "", tool_calls=(ToolCall("1", "add", deep),)))
-    [found, other] = ENCODERS[KINDS[0]].encode([GenerateRequest("r.0", None, "m", SamplingParams(), messages), chat(("user", "x"))], 4096)
-    assert isinstance(found, Invalid) and found.param == "messages" and "too deep" in str(found)
-    assert isinstance(other, TokenizedRequest)
-
-
 def test_the_opening_of_a_thought_survives_a_spelling() -> None:
     """The log begins with what the template has opened, whether or not the conversation has marks."""
     template = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"

@@ -10,13 +10,14 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
 
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, compile_grammar
+from shared.process.deep_stack import deep_threads
 from shared.process.errors import Invalid
 
 NUM_COMPILERS = 2
@@ -54,7 +55,7 @@ class GrammarCache:
         self._load = load
         self._vocabulary: Future[Vocabulary] | None = None
         self._compiling: dict[Constraint, Future[Grammar]] = {}
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "compile-grammar")
+        self._compilers = deep_threads(NUM_COMPILERS, "compile-grammar")
         self._num_freed_bytes = 0
 
     @property

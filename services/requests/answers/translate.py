@@ -10,16 +10,18 @@ from services.requests.answers.choice import Choice, Usage, usage_of
 from services.requests.answers.formats import errors_field
 from services.requests.errors import RequestFailed, check
 from services.requests.record import ResponseRecord
+from shared.model.json_text import check_depth
 from shared.wire.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
 
 
 def arguments_of(text: str) -> Json:
-    """A call's arguments; what is no object is kept as the model wrote it."""
+    """A call's arguments; what is no object, or is nested too deep, is kept as the model wrote it."""
     try:
         value = orjson.loads(text or b"{}")
-    except orjson.JSONDecodeError:
+        check_depth(value)
+    except ValueError:
         value = text
     return value if isinstance(value, dict) else {"": value}
 

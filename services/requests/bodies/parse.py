@@ -9,24 +9,48 @@ import orjson
 from pydantic import ValidationError
 
 from services.requests.bodies.body import Body
-from services.requests.bodies.fields import kind_of
+from services.requests.bodies.fields import kind_of, shortened
 from services.requests.bodies.ignored import pass_over
+from shared.model.json_text import MAX_DEPTH, TooDeep, check_depth
 from shared.process.errors import Invalid
 
 MAX_NAMED = 16  # of the wrong fields of a body
+MAX_BODY_DEPTH = MAX_DEPTH + 16  # levels: so deep stands no value that may have MAX_DEPTH levels of its own
 BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "free", "hosted")  # of a union, which pydantic puts between the parts of a path
 B = TypeVar("B", bound=Body)
 
 
 def parse(model: type[B] | Mapping[str, type[B]], data: bytes) -> B:
     """The body, as a model or as that of the first field that it has. Raises Invalid (400), naming the fields that are wrong."""
-    try:
-        value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))
-    except orjson.JSONDecodeError as error:
-        raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise Invalid(f"the body must be a JSON object, got {kind_of(value)}", code="invalid_json")
+    value = read_object(data.removeprefix(codecs.BOM_UTF8), "body", "invalid_json")
     return check(model if isinstance(model, type) else invoked(model, value), value)
+
+
+def read_object(data: bytes, what: str, code: str) -> dict[str, Any]:
+    """The JSON object that a client sent, nested no deeper than what handles it can go. what: its
+    name in errors; code: of the error for what is no JSON object. Raises Invalid (400)."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        if "depth limit" in error.msg:
+            raise too_deep("", what) from None
+        raise Invalid(f"the {what} is not JSON: {error}", code=code) from None
+    if not isinstance(value, dict):
+        raise Invalid(f"the {what} must be a JSON object, got {kind_of(value)}", code=code)
+    if data.count(b"[") + data.count(b"{") <= MAX_BODY_DEPTH:  # as in a list of a million token ids
+        return value
+    for field, each in value.items():
+        try:
+            check_depth(each, MAX_BODY_DEPTH - 1)
+        except TooDeep:
+            raise too_deep(shortened(field), what) from None
+    return value
+
+
+def too_deep(field: str, what: str) -> Invalid:
+    """field: where; empty: not known."""
+    reason = f"the {what} is nested deeper than {MAX_BODY_DEPTH} levels"
+    return Invalid(f"{field}: {reason}" if field else reason, param=field or None, code="invalid_value")
 
 
 def invoked(kinds: Mapping[str, type[B]], value: dict[str, Any]) -> type[B]:

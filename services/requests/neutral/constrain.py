@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.requests.bodies.fields import kind_of, refuse_unknown, shortened
 from shared.model.constraint import Constraint, Kind
+from shared.model.json_text import check_depth, check_text
 from shared.process.errors import Invalid
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -129,7 +130,7 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
     if name == "choice":
         return Constraint("choice", to_json(value, param), param)
     if name == "structural_tag":
-        return Constraint("structural_tag", value if isinstance(value, str) else to_json(value, param), param)
+        return Constraint("structural_tag", _checked(value, param) if isinstance(value, str) else to_json(value, param), param)
     kind: Kind = "regex" if name == "regex" else "gbnf" if "::=" in value else "lark"
     return Constraint(kind, value, param)
 
@@ -137,9 +138,18 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
 def to_json(value: Any, param: str) -> str:
     """The value as the text of a constraint. Raises Invalid, naming the field."""
     try:
+        check_depth(value)
         return orjson.dumps(value).decode()
-    except (TypeError, ValueError) as error:  # lone surrogates
+    except (TypeError, ValueError) as error:
         raise Invalid(f"{param}: {error}", param=param) from None
+
+
+def _checked(text: str, param: str) -> str:
+    try:
+        check_text(text)
+    except ValueError as error:
+        raise Invalid(f"{param}: {error}", param=param) from None
+    return text
 
 
 def _read_json(text: str, param: str) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
+from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body
 from services.requests.bodies.content import Content
@@ -19,7 +19,6 @@ from services.requests.neutral.schemas import (
     checked_truncation,
     description_of,
 )
-from services.requests.neutral.tools import check_depth
 from shared.model.sampling_params import (
     MAX_TOKENS,
 )
@@ -65,7 +64,7 @@ class EmbeddingBody(Body):
     add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
     continue_final_message: bool = Field(False, description="of messages: the last one is not over")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="of messages: variables of the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="of messages: variables of the template")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32")
     dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
     pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default what the model was made for")

@@ -10,8 +10,9 @@ from pydantic_core import PydanticCustomError
 from services.requests.bodies.body import OF_CALLS, OF_MESSAGES, Body
 from services.requests.bodies.content import CONTENT_SCHEMA, read_content
 from services.requests.bodies.fields import CONTENT_SCHEMA as TEXT_SCHEMA
-from services.requests.bodies.fields import MAX_NAME, at_most, join_parts, kind_of
+from services.requests.bodies.fields import MAX_NAME, at, at_most, join_parts, kind_of
 from services.requests.parsing.answer import INPUT
+from shared.model.json_text import TooDeep, check_text
 from shared.wire.images import ContentPart
 from shared.wire.messages import ChatMessage, ToolCall
 
@@ -24,6 +25,10 @@ def read_arguments(value: Any) -> str:
         return orjson.dumps(value).decode()
     if not isinstance(value, str):
         raise PydanticCustomError("string_type", "{reason}", {"reason": f"expected a JSON object as text, got {kind_of(value)}"})
+    try:
+        check_text(value)
+    except TooDeep as error:
+        raise at("", str(error)) from None
     return value
 
 

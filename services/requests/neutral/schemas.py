@@ -17,7 +17,7 @@ from services.requests.modules.schemas import UsedModules
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
 from services.requests.neutral.messages import Message, Prediction
 from services.requests.neutral.stream_options import StreamOptions
-from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
+from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, resolve_calling
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import (
     MAX_ALLOWED_TOKENS,
@@ -299,11 +299,9 @@ class ChatCompletionBody(GenerateBody):
     include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
     reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template; none also sets enable_thinking to false")
     verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template")
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="further variables of the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = Field(
-        None, description="a variable of the template"
-    )
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(None, description="a variable of the template")
     add_generation_prompt: bool = Field(True, description="the prompt ends as if an answer followed")
     continue_final_message: bool = Field(False, description="the last message is not over: the answer goes on with it")
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_v
 from pydantic.types import Discriminator
 
 from services.requests.bodies.body import Body
-from services.requests.bodies.fields import at, at_most, kind_of
+from services.requests.bodies.fields import at_most, kind_of
 from services.requests.bodies.ignored import pass_over
 from services.requests.parsing.answer import HARMONY, INPUT, XML, Parsing
 from shared.model.constraint import Constraint
@@ -19,7 +19,6 @@ from shared.process.errors import Invalid
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # in an answer that has to call
-MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
 # Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model
 # may go on with white space for ever
@@ -29,20 +28,10 @@ TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def check_depth(value: Any) -> Any:
-    """A JSON value that is nested no deeper than anybody needs."""
-    level, depth = [value], 0
-    while level:
-        if (depth := depth + 1) > MAX_DEPTH:
-            raise at("", f"nested deeper than {MAX_DEPTH} levels")
-        level = [each for item in level if isinstance(item, dict | list) for each in (item.values() if isinstance(item, dict) else item)]
-    return value
-
-
 class Function(Body):
     name: str = Field(pattern=NAME_PATTERN, description="by which the model calls it: 1 to 128 letters, digits, dots, - and _")
     description: str | None = Field(None, description="told to the model by its template")
-    parameters: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="a JSON schema; by default no parameters")
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema; by default no parameters")
     strict: bool | None = Field(
         None, description="true: a schema that can't be enforced in full is an error, and in some forms calls that the model chooses match it"
     )

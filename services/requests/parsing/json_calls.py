@@ -6,13 +6,12 @@ go out as they come. What is no call is content: a block that does not begin one
 marker and all, and what follows arguments that stop being JSON.
 """
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from services.requests.parsing.json_scanner import JsonScanner
-from services.requests.parsing.pieces import Piece, Prose, find_first, held_length, may_begin, to_json
+from services.requests.parsing.pieces import Piece, Prose, find_first, held_length, may_begin
+from shared.model.json_text import read_json, write_json
 
 NAME = r"[A-Za-z0-9_.-]{1,128}"
 JSON_HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(' + NAME + r')"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -95,7 +94,7 @@ class ObjectCall:
 
     def _read_whole(self, pieces: list[Piece]) -> None:
         """An object whose fields come in another order, or whose arguments are a text of JSON."""
-        found = call_of(json.loads("".join(self._read), strict=False))
+        found = call_of("".join(self._read))
         if found is None or found[0] not in self.names:
             self.is_broken = True
             return
@@ -103,19 +102,20 @@ class ObjectCall:
         pieces.append(Piece("arguments", found[1]))
 
 
-def call_of(value: Any) -> tuple[str, str] | None:
+def call_of(text: str) -> tuple[str, str] | None:
     """Name and arguments of an object that is a call."""
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(value.get("name"), str) or not isinstance(arguments, dict):
+    try:
+        value = read_json(text, strict=False)
+        if isinstance(value.get("function"), dict):
+            value = value["function"]
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = read_json(arguments)
+        if isinstance(value.get("name"), str) and isinstance(arguments, dict):
+            return value["name"], write_json(arguments)
+    except ValueError:
         return None
-    return value["name"], to_json(arguments)
+    return None
 
 
 class NamedCall:

@@ -8,9 +8,9 @@ strings: models write them as they are, and JSON wants them escaped.
 import json
 import re
 
-MAX_DEPTH = 128
+from shared.model.json_text import MAX_DEPTH, MAX_DIGITS
+
 MAX_WORD = 64  # characters
-MAX_NUMBER = 1 << 16
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 SPACE = re.compile(r"[ \t\r\n]+")
 WORD = re.compile(r"[-+.0-9A-Za-z]+")
@@ -113,7 +113,7 @@ class JsonScanner:
         """A number, or true, false, null: certain once something else follows."""
         if (word := WORD.match(text, at)) is not None:
             held = self.held or word[0]
-            if len(self.held) + len(word[0]) > (MAX_NUMBER if held[0] in "-0123456789" else MAX_WORD):
+            if len(self.held) + len(word[0]) > (MAX_DIGITS if held[0] in "-0123456789" else MAX_WORD):
                 self._state = "broken"
                 return at
             self.held += word[0]

@@ -1,12 +1,8 @@
 """Piece: what a parser makes of a stretch of text; and what all parsers have to do with markers."""
 
-import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-SURROGATE = re.compile("[\ud800-\udfff]")
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +56,6 @@ def held_length(text: str, markers: Sequence[str]) -> int:
 def may_begin(text: str, markers: Sequence[str]) -> bool:
     """Whether more text could make one of the markers of it."""
     return any(marker.startswith(text) for marker in markers)
-
-
-def to_json(value: Any) -> str:
-    """Characters as they are, unless one is half of a pair, which can't be sent."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if SURROGATE.search(text) else text
 
 
 class Prose:

@@ -6,16 +6,15 @@ calls what is no function, is content.
 """
 
 import ast
-import json
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from services.requests.parsing.pieces import Piece, Prose, find_first, held_length, may_begin, to_json
+from services.requests.parsing.pieces import Piece, Prose, find_first, held_length, may_begin
+from shared.model.json_text import MAX_DEPTH, read_json, write_json
 
 MAX_BLOCK = 64 << 10  # characters; a longer one is content
-MAX_DEPTH = 64
 PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHON_HEAD = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\s*\(")
 BEGUN_PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*)?")
@@ -29,11 +28,17 @@ GEMMA_BARE = re.compile(r"[^,{}\[\]<]+")
 SPACE = re.compile(r"\s*")
 
 Call = tuple[str, dict[str, Any]]
-Calls = list[Call]
 
 
-def call_pieces(calls: Calls) -> list[Piece]:
-    return [piece for name, arguments in calls for piece in (Piece("call", name), Piece("arguments", to_json(arguments)))]
+def call_pieces(calls: list[Call] | None, names: frozenset[str]) -> list[Piece] | None:
+    """The pieces that calls are; None: what was read is none, or of what is no function, or its
+    arguments can't be JSON."""
+    if calls is None or any(name not in names for name, _ in calls):
+        return None
+    try:
+        return [piece for name, arguments in calls for piece in (Piece("call", name), Piece("arguments", write_json(arguments)))]
+    except ValueError:
+        return None
 
 
 class PythonicCalls:
@@ -71,11 +76,12 @@ class PythonicCalls:
         end = self._find_end(start)
         if end is None:
             return self._give_up() if len(self._raw) - start > MAX_BLOCK else []
-        if end - start > MAX_BLOCK or (calls := python_calls(self._raw[start:end])) is None or any(name not in self.names for name, _ in calls):
+        pieces = call_pieces(python_calls(self._raw[start:end]), self.names) if end - start <= MAX_BLOCK else None
+        if pieces is None:
             return self._give_up()
         self._prose.call()
         self._behind = ""
-        return call_pieces(calls) + self._end(self._raw[end:])
+        return pieces + self._end(self._raw[end:])
 
     def finish(self) -> list[Piece]:
         if self._behind is not None and not self._is_prose:
@@ -118,7 +124,7 @@ class PythonicCalls:
         return None
 
 
-def python_calls(text: str) -> Calls | None:
+def python_calls(text: str) -> list[Call] | None:
     """The calls in a list of them; None: it is none, or has an argument that is no plain value."""
     try:
         with warnings.catch_warnings():
@@ -160,10 +166,11 @@ class BlockCalls:
     """Parser of calls that stand between markers, each of which is read as a whole."""
 
     def __init__(
-        self, starts: tuple[str, ...], find_end: Callable[[str], tuple[int, str] | None], read: Callable[[str], tuple[str, dict[str, Any]] | None]
+        self, names: frozenset[str], starts: tuple[str, ...], find_end: Callable[[str], tuple[int, str] | None], read: Callable[[str], Call | None]
     ) -> None:
-        """find_end: where a block's end marker is, and which; read: the call that a block is, None
-        for one that is content."""
+        """names: of the functions; find_end: where a block's end marker is, and which; read: the
+        call that a block is, None for one that is content."""
+        self.names = names
         self.starts = starts
         self.find_end = find_end
         self.read = read
@@ -217,20 +224,16 @@ class BlockCalls:
         block, start = self._block, self._marker
         self._marker = self._block = ""
         call = self.read(block)
-        if call is None:
+        pieces = call_pieces([call], self.names) if call is not None else None
+        if pieces is None:
             return self._prose.say(start + block + end)
         self._prose.call()
-        return call_pieces([call])
+        return pieces
 
 
 def gemma_calls(names: frozenset[str]) -> BlockCalls:
     """Parser of the calls of FunctionGemma and Gemma 4."""
-
-    def read(block: str) -> Call | None:
-        call = gemma_call(block)
-        return call if call is not None and call[0] in names else None
-
-    return BlockCalls(GEMMA_STARTS, gemma_end, read)
+    return BlockCalls(names, GEMMA_STARTS, gemma_end, gemma_call)
 
 
 def gemma_end(text: str) -> tuple[int, str] | None:
@@ -247,7 +250,7 @@ def gemma_end(text: str) -> tuple[int, str] | None:
     return None
 
 
-def gemma_call(text: str) -> tuple[str, dict[str, Any]] | None:
+def gemma_call(text: str) -> Call | None:
     head = GEMMA_HEAD.match(text)
     if head is None:
         return None
@@ -275,7 +278,7 @@ def gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
     if bare is None:
         raise ValueError("no value")
     try:
-        return json.loads(bare[0]), bare.end()
+        return read_json(bare[0]), bare.end()
     except ValueError:
         return bare[0].strip(), bare.end()
 

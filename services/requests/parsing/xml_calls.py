@@ -6,11 +6,11 @@ A value is text without quotes. It is taken as it stands where the function's sc
 parameter is a text, and else as JSON, if it is some.
 """
 
-import json
 import re
 from typing import Any
 
 from services.requests.parsing.text_calls import BlockCalls, Call
+from shared.model.json_text import read_json
 
 STARTS = ("<tool_call>",)
 END = "</tool_call>"
@@ -26,7 +26,7 @@ def xml_calls(names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
 
     def read(block: str) -> Call | None:
         call = FUNCTION.fullmatch(block)
-        if call is None or call[1] not in names:
+        if call is None:
             return None
         arguments: dict[str, Any] = {}
         rest = call[2]
@@ -35,7 +35,7 @@ def xml_calls(names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
             rest = rest[found.end() :]
         return (call[1], arguments) if not rest.strip() else None
 
-    return BlockCalls(STARTS, find_end, read)
+    return BlockCalls(names, STARTS, find_end, read)
 
 
 def find_end(text: str) -> tuple[int, str] | None:
@@ -49,6 +49,6 @@ def find_end(text: str) -> tuple[int, str] | None:
 
 def value_of(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=str)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         return text

@@ -13,6 +13,7 @@ from services.requests.schemas.objects import bundled, table
 from services.requests.schemas.rewrite import MAX_OPTIONAL, MAX_PATTERNS, Malformed, OneOf, Rewriter, TooLarge
 from shared.model.constraint import Constraint
 from shared.model.grammar import check_grammar
+from shared.process.deep_stack import on_deep_stack
 from shared.process.errors import Invalid
 
 Json = dict[str, Any]
@@ -60,8 +61,9 @@ def prepare(constraint: Constraint, *, is_shallow: bool = False) -> Prepared:
     Raises Invalid (400) for what is no schema, for what can't be enforced, strictly asked, and for
     what nothing matches.
     """
+    preparation = Preparation(time.process_time() + (0.0 if is_shallow else BUDGET_S))
     try:
-        return Preparation(time.process_time() + (0.0 if is_shallow else BUDGET_S)).prepared(constraint)
+        return on_deep_stack(lambda: preparation.prepared(constraint))
     except RecursionError:
         raise refused(constraint.param, "it is nested too deeply") from None
 

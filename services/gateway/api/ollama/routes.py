@@ -20,7 +20,7 @@ from services.requests.neutral.schemas import ChatCompletionBody
 from services.requests.neutral.translate import make_chat, own_terms, thinking_kwargs
 from services.requests.prepare import parsers_of, prepare_chat
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatOptions
+from shared.wire.messages import ChatOptions, GenerateRequest
 from shared.wire.replica import Replica
 
 STAYS_UNTIL = "9999-12-31T23:59:59Z"
@@ -73,14 +73,21 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
     measured = Measured(context.metrics)
     with own_terms(NAME_HERE):
         record, requests = await prepare_chat(context, chat, "ollama", body.model, context.stage.replica_id)
-    if raw is not None:  # no template, so no marks of it in the answer
+    if raw is not None:  # no template, so no marks of it in the answer, and no thought before it
         record = replace(record, parsing=None)
-        requests = [replace(each, messages=None, prompt=raw, chat=ChatOptions(), params=replace(each.params, skip_special_tokens=True)) for each in requests]
+        requests = [as_it_is(each, raw) for each in requests]
     lines = OllamaLines(record, is_chat=isinstance(body, OllamaChatBody))
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, None, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, lines)
     return await (responder.stream() if body.stream else responder.whole(request))
+
+
+def as_it_is(request: GenerateRequest, prompt: str) -> GenerateRequest:
+    """The request of a chat, to go on with a prompt instead."""
+    constraint = replace(request.constraint, thought_begin="", thought_end="") if request.constraint is not None else None
+    params = replace(request.params, skip_special_tokens=True)
+    return replace(request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint)
 
 
 def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:

@@ -8,7 +8,7 @@ from services.requests.bodies.body import Body
 from services.requests.bodies.fields import MAX_NAME, TokenIds, at_most, read_token_ids
 from services.requests.neutral.messages import Message
 from services.requests.neutral.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody, description_of
-from services.requests.neutral.tools import Tools, check_depth
+from services.requests.neutral.tools import Tools
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams
@@ -30,11 +30,9 @@ class TokenizeBody(Body):
         None, description="a conversation, which the model's template renders"
     )
     tools: Tools | None = Field(None, description="of messages: told to the template")
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="of messages: variables of the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="of messages: variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="of messages: instead of the model's own, where the operator allows it")
-    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = Field(
-        None, description="of messages: told to the template"
-    )
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(None, description="of messages: told to the template")
     add_generation_prompt: bool = Field(True, description="of messages: end the text as if an answer followed")
     continue_final_message: bool = Field(False, description="of messages: the last one is not over")
     add_special_tokens: bool | None = Field(None, description=description_of("add_special_tokens"))
