@@ -67,7 +67,7 @@ def test_the_worker_of_a_batch_checks_what_it_reads(gateways: Deployment, backst
             try:
                 return await read_answer(client, Asked(record, [request], b"", fold_choices), asyncio.Semaphore(1), answers)
             finally:
-                await answers.helper.stop()
+                await answers.helpers.stop()
 
     body, totals = asyncio.run(read())
     assert body["penstock"]["schema_errors"] == BROKEN and totals.completed == 1

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from services.requests.bodies.content import Content, GivenImage
 from services.requests.files.store import FileStore
-from services.requests.helpers.helper import HelperFailed
-from services.requests.helpers.pool import HelperPool
+from services.requests.helpers.pool import HelperFailed, HelperPool
 from services.requests.images.fetch import ImageFetcher
 from services.requests.neutral.messages import Message
 from shared.model.vision.images import MAX_IMAGES, Image
@@ -20,7 +19,8 @@ from shared.wire.messages import ChatMessage
 READ_TIMEOUT_S = 120.0  # of all images of a request
 CHECK_TIMEOUT_S = 10.0  # of one image; a camera's takes a quarter of a second
 MAX_OF_TENANT = 256  # images of one tenant that wait
-WAIT_S = 30.0
+WITHIN_S = 40.0  # with the wait for its turn
+QUICK_S = 1.0
 MAX_KNOWN = 4096  # images whose size is known
 CODE = "invalid_image"
 
@@ -33,7 +33,7 @@ class ImageReader:
         self.files = files
         self.max_bytes = max_bytes
         self.fetcher = fetcher
-        self.helpers = HelperPool("services.requests.images.worker", "reading images", max_of_tenant=MAX_OF_TENANT, wait_s=WAIT_S)
+        self.helpers = HelperPool("services.requests.images.worker", "reading images", MAX_OF_TENANT, WITHIN_S, quick_s=QUICK_S)
         self._known: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by digest, the last used last
 
     async def read(self, messages: Sequence[Message], tenant_id: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
@@ -80,7 +80,7 @@ class ImageReader:
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         if digest not in self._known:
             try:
-                answer = await self.helpers.ask(tenant_id, data, timeout_s=CHECK_TIMEOUT_S)
+                answer = await self.helpers.ask(tenant_id, data, limit_s=CHECK_TIMEOUT_S)
             except TimeoutError:
                 raise Invalid(f"the image takes more than {CHECK_TIMEOUT_S:g} s to read") from None
             except HelperFailed:

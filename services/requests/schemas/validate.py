@@ -25,6 +25,8 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
         value = json.loads(text)
     except ValueError:
         return [problem("$", "it is not JSON")]
+    except RecursionError:
+        return [problem("$", "not checked: it is nested too deeply")]
     validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     found: list[dict[str, Any]] = []
     try:
