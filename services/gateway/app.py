@@ -69,7 +69,7 @@ async def working(cells: Cells[Context], _: FastAPI) -> AsyncIterator[None]:
     await shared.bodies.helpers.stop()
     await shared.grammars.helpers.stop()
     await shared.images.helpers.stop()
-    await shared.pipeline.answers.helper.stop()
+    await shared.pipeline.answers.helpers.stop()
 
 
 @asynccontextmanager

@@ -1,14 +1,14 @@
 """`python -m services.gateway.bodies`: the gateway's helper that parses long bodies, so that no
 body stalls the streams of others.
 
-It knows every kind of body that the gateway takes. A question is the body's class, pickled, and the
-body; the answer is the checked body, or Invalid. Schemas in it are looked through here, too: one
+It knows every kind of body that the gateway takes. A question is a line of JSON, the name of the
+body's class or such names by field, and the body; the answer is the checked body, or Invalid. Schemas in it are looked through here, too: one
 that is too long is refused, and its megabytes never come to the gateway's loop.
 """
 
 import gc
-import io
-import pickle
+
+import orjson
 
 from services.gateway.api.batches.schemas import BatchBody
 from services.gateway.api.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
@@ -54,10 +54,14 @@ BODIES: tuple[type[Body], ...] = (
 )
 
 
+BY_NAME = {each.__name__: each for each in BODIES}
+
+
 def answer(question: bytes) -> object:
-    gc.collect()  # what the body before has left
-    asked = io.BytesIO(question)
-    body = parse(pickle.load(asked), asked.read())
+    line, _, data = question.partition(b"\n")
+    names = orjson.loads(line)
+    kind = BY_NAME[names] if isinstance(names, str) else {field: BY_NAME[name] for field, name in names.items()}
+    body = parse(kind, data)
     if isinstance(body, GenerateBody):
         body.constraint()
     if isinstance(body, ChatCompletionBody):

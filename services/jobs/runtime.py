@@ -101,7 +101,7 @@ class JobsRuntime:
         """Once no task runs any more."""
         self.call(self.grammars.helpers.stop())
         self.call(self.images.helpers.stop())
-        self.call(self.answers.helper.stop())
+        self.call(self.answers.helpers.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.queue.close()

@@ -1,54 +1,174 @@
-"""The inside of a helper process: frames from standard input (length, question), each answered on
-standard output (length, pickle).
+"""The inside of a helper process: questions from standard input, each answered on standard output.
 
-An empty question is answered with None: whoever asks it sees that the process has imported what it
-needs. Ends when its owner does, for then its input ends.
+Each question is answered by a child of its own, forked from a process that has imported what it
+needs and has read nothing of anybody's. So what a question does to a process, the next one does not
+see; and a child that takes too long is killed at the cost of a fork. It has bounds of memory, time
+and files, and may start nothing.
+
+A question is a QUESTION and its bytes; an empty one is answered at once: whoever asks it sees that
+the process is ready. A reply is a REPLY and a value of plain.py. END ends the question that is being
+answered. The process ends when its owner does, for then its input ends.
 """
 
+import enum
+import gc
+import math
 import os
-import pickle
 import resource
+import select
 import signal
 import struct
 import sys
-from collections.abc import Callable
-from typing import IO
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from shared.process.errors import Invalid
+from shared.process.plain import Unreadable, pack, unpack
 
 MEMORY = 512 << 20  # more than what the process has when it begins
+MAX_FILES = 64  # open at once, of a child: modules that are imported late
+MAX_ANSWER = 1 << 30  # bytes
 
-FRAME = struct.Struct("<Q")  # length of what follows
+QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
+REPLY = struct.Struct("<BQ")  # the outcome, and the length of what follows
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+OF_PYTHON = ("PYTHON", "LD_LIBRARY_PATH", "DYLD_")  # beginnings of the variables that it needs to find its modules
 
 
-def run_worker(answer: Callable[[bytes], object]) -> None:
-    """Answer until the input ends. What `answer` raises as Invalid is an answer, too."""
+END = (-1.0, 0)  # as a QUESTION: the one before is not wanted any more
+
+
+class Outcome(enum.IntEnum):
+    ANSWER = 0
+    INVALID = 1  # the fields of an Invalid
+    OUT_OF_TIME = 2  # or ended by END
+    DIED = 3
+
+
+def environment() -> dict[str, str]:
+    """A helper's: nothing that its owner knows, such as Redis' password."""
+    return ENVIRONMENT | {name: value for name, value in os.environ.items() if name.startswith(OF_PYTHON)}
+
+
+def outcome_of(reply: bytes, kind: int, classes: Iterable[type] = ()) -> object:
+    """A reply's value, an Invalid among them. Raises Unreadable; TimeoutError and EOFError for a
+    child that was killed in time, or died."""
+    if kind == Outcome.OUT_OF_TIME:
+        raise TimeoutError
+    if kind == Outcome.DIED:
+        raise EOFError("the child died")
+    found = unpack(reply, classes)
+    if kind == Outcome.ANSWER:
+        return found
+    try:
+        message, param, code, status = found
+        return Invalid(message, param=param, code=code, status=status)
+    except (TypeError, ValueError) as error:
+        raise Unreadable(str(error)) from None
+
+
+def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
+    """Answer until the input ends. What `answer` raises as Invalid is an answer, too. memory: bytes
+    that it may take."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
-    sink = os.fdopen(os.dup(1), "wb")
+    sink = os.dup(1)
     os.dup2(2, 1)  # whatever prints does not print into the answers
-    serve(sys.stdin.buffer, sink, answer)
-
-
-def serve(source: IO[bytes], sink: IO[bytes], answer: Callable[[bytes], object]) -> None:
-    while len(head := source.read(FRAME.size)) == FRAME.size:
-        (length,) = FRAME.unpack(head)
-        question = source.read(length)
+    gc.collect()
+    gc.freeze()  # what is shared with the children is not looked through, and so not copied
+    while head := read(QUESTION.size):
+        limit_s, length = QUESTION.unpack(head)
+        if (limit_s, length) == END:
+            continue  # it has been answered meanwhile
+        question = read(length)
         if len(question) < length:
             return
-        try:
-            outcome: object = answer(question) if question else None
-        except Invalid as error:
-            outcome = error
-        packed = pickle.dumps(outcome, 5)
-        del question, outcome
-        sink.write(FRAME.pack(len(packed)))
-        sink.write(packed)
-        sink.flush()
+        write(sink, ask_child(answer, question, memory, limit_s) if question else framed(Outcome.ANSWER, None))
 
 
-def limit_memory(more: int = MEMORY) -> None:
-    """more: bytes beyond what the process has now."""
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + more, size + more))
+def read(count: int) -> bytes:
+    """So much of the input; empty at its end. Nothing is read ahead: `ask_child` waits for more."""
+    found = bytearray()
+    while len(found) < count and (piece := os.read(0, count - len(found))):
+        found += piece
+    return bytes(found) if len(found) == count else b""
+
+
+def write(sink: int, reply: bytes) -> None:
+    view = memoryview(reply)
+    while view:
+        view = view[os.write(sink, view) :]
+
+
+def framed(outcome: Outcome, value: object) -> bytes:
+    packed = pack(value)
+    return REPLY.pack(outcome, len(packed)) + packed
+
+
+def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, limit_s: float) -> bytes:
+    """The reply. The child is ended by the time, by END, and by the end of the input."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(source)
+        answer_and_exit(answer, question, sink, memory, limit_s)
+    os.close(sink)
+    ends_at, reply, length = time.monotonic() + limit_s, bytearray(), 0
+    outcome = Outcome.DIED
+    while True:
+        ready, _, _ = select.select([source, 0], [], [], max(0.0, ends_at - time.monotonic()))
+        if source not in ready:
+            outcome = Outcome.OUT_OF_TIME
+            if ready:
+                read(QUESTION.size)
+            break
+        piece = os.read(source, 1 << 20)
+        reply += piece
+        if not length and len(reply) >= REPLY.size:
+            length = REPLY.size + REPLY.unpack_from(reply)[1]
+        if not piece or (length and len(reply) >= length) or len(reply) > MAX_ANSWER:
+            break
+    os.close(source)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return bytes(reply) if length and len(reply) == length else framed(outcome, None)
+
+
+def answer_and_exit(answer: Callable[[bytes], object], question: bytes, sink: int, memory: int, limit_s: float) -> NoReturn:
+    """In the child."""
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the next questions are not its own
+        limit(memory, limit_s)
+        write(sink, reply_to(answer, question))
+        code = 0
+    except MemoryError:
+        code = 2
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def reply_to(answer: Callable[[bytes], object], question: bytes) -> bytes:
+    try:
+        return framed(Outcome.ANSWER, answer(question))
+    except Invalid as error:
+        return framed(Outcome.INVALID, [str(error), error.param, error.code, error.status])
+
+
+def limit(memory: int, limit_s: float) -> None:
+    """memory: bytes beyond what the process has now."""
+    bounds = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: math.ceil(limit_s) + 1,  # should nobody be left to kill it
+        resource.RLIMIT_NOFILE: MAX_FILES,
+        resource.RLIMIT_NPROC: 0,
+    }
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            bounds[resource.RLIMIT_AS] = int(file.read().split()[0]) * resource.getpagesize() + memory
+    for each, most in bounds.items():
+        resource.setrlimit(each, (most, most))

@@ -1,6 +1,7 @@
 """Access: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
 
 import json
+import resource
 import socket
 import ssl
 import time
@@ -19,6 +20,7 @@ import trustme
 from pydantic import SecretStr
 
 from services.gateway.api.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
+from services.gateway.http import auth
 from services.gateway.http.auth import KeyRing
 from services.gateway.http.server import check_tls
 from services.operator import cli
@@ -168,6 +170,24 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
         and key not in site.deployment.logs()
         and key not in good
     )
+
+
+def test_a_key_is_revoked_though_its_file_could_not_be_read_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gateway has no descriptor left, for a moment."""
+    monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
+    path = tmp_path / "keys.json"
+    key, other = add_key(path, "revoked"), add_key(path, "other")
+    ring = KeyRing(GatewaySettings(keys_file=path))
+    assert ring.tenant_of(key) is not None
+    revoke_key(path, "revoked")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with path.open() as file:  # the next has a higher number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno(), hard))
+        try:
+            assert ring.tenant_of(key) is not None and ring.tenant_of(other) is not None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ring.tenant_of(key) is None and ring.tenant_of(other) is not None
 
 
 def test_a_tenant_sees_and_uses_its_models_only(site: Site) -> None:

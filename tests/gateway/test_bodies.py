@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from bench.bodies import measure, shapes
 from services.gateway import bodies
+from services.gateway.http.bodies import names_of
 from services.requests.neutral.schemas import ChatCompletionBody
 from shared.process.errors import Invalid
 from tests.deployment import Deployment
@@ -186,7 +186,7 @@ def test_a_schema_of_megabytes_is_refused_in_the_helper(field: str) -> None:
     content = json.dumps(CHAT | {field: value, "tool_choice": "required"} if field == "tools" else CHAT | {field: value}).encode()
     assert len(content) > 4 * MIB
     with pytest.raises(Invalid):
-        bodies.answer(pickle.dumps(ChatCompletionBody) + content)
+        bodies.answer(names_of(ChatCompletionBody) + content)
 
 
 @pytest.mark.parametrize("path", ["/v1/responses/", "/v1/streams/", "/v1/files/", "/v1/batches/", "/v1/messages/batches/"])

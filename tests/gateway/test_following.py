@@ -1,6 +1,7 @@
 """Background responses behind a gateway: readers follow the log, and are told when the gateway leaves or Redis has lost the response."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -82,3 +83,43 @@ def test_a_log_that_redis_cut_and_that_ended_before_its_reader_ends_the_stream(g
             pipe.execute()
         *_, failed = events_of(list(lines))
     assert failed["type"] == "response.failed" and "lost a part" in failed["response"]["error"]["message"]
+
+
+def test_who_reads_an_ended_response_again_reads_no_log(gateways: Deployment, backstage: Backstage) -> None:
+    response_id = gateways.post("/v1/responses", BODY).json()["id"]
+    (request,) = backstage.take()
+    backstage.write(request, *range(1, 601), finish=600)
+    path = f"/v1/responses/{response_id}"
+    whole, stream = gateways.get(path, "gateway-1"), gateways.get(f"{path}?stream=true", "gateway-1")
+    assert whole.json()["output"][0]["content"][0]["text"] == "".join(f"{number} " for number in range(1, 601))
+    events = events_of(stream.text.splitlines())
+    assert [event["sequence_number"] for event in events] == list(range(len(events))) and events[-1]["response"] == whole.json()
+    backstage.client.delete(log_key(request.request_id))
+    assert gateways.get(path, "gateway-1").json() == whole.json()
+    assert gateways.get(f"{path}?stream=true", "gateway-1").text == stream.text
+    for after in (0, 300, len(events) - 1, len(events) + 100):
+        rest = events_of(gateways.get(f"{path}?stream=true&starting_after={after}", "gateway-1").text.splitlines())
+        assert rest == events[after + 1 :]
+    assert gateways.get(path, "gateway-2").status_code == 404, "which has never read it"
+    assert httpx.delete(gateways.url("gateway-1") + path, timeout=60, trust_env=False).status_code == 200
+    assert gateways.get(path, "gateway-1").status_code == 404
+
+
+def test_all_who_follow_a_response_get_the_same_whenever_they_come(gateways: Deployment, backstage: Backstage) -> None:
+    response_id = gateways.post("/v1/responses", BODY).json()["id"]
+    (request,) = backstage.take()
+    with ThreadPoolExecutor(8) as pool, follow(gateways, response_id, "gateway-1") as left:
+        assert next(left.iter_lines())
+        path = f"/v1/responses/{response_id}?stream=true"
+        early = [pool.submit(gateways.get, path, "gateway-1") for _ in range(3)]
+        backstage.write(request, *range(1, 301))
+        late = [pool.submit(gateways.get, path, "gateway-1") for _ in range(3)]
+        left.close()
+        backstage.write(request, 301, finish=301)
+        texts = {strip(each.result().text) for each in early + late}
+    assert len(texts) == 1 and '"301 "' in texts.pop()
+
+
+def strip(text: str) -> str:
+    """Without pings."""
+    return "\n".join(line for line in text.splitlines() if line.startswith("data: "))

@@ -1,11 +1,6 @@
 """The check of clients' grammars: bounded in time, memory and number, in processes that can die; and a tenant's own wait."""
 
 import asyncio
-import os
-import pickle
-import time
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -25,6 +20,7 @@ from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import Tenant
 from shared.model.constraint import Constraint, Kind
 from shared.process.errors import Invalid, Rejected
+from shared.process.plain import pack, unpack
 from shared.process.settings import GatewaySettings
 from shared.wire.stage import Stage
 
@@ -41,37 +37,25 @@ async def verdict(checker: GrammarChecker, constraint: Constraint) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Lasting(Constraint):
-    """Keeps the process that reads it busy until that is killed."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return time.sleep, (3600,)
+WORKER = "tests.gateway.grammars_that_last"
 
 
-class Deadly(Constraint):
-    """Ends the process that reads it, as running out of memory does."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os._exit, (7,)
-
-
-def lasting(number: int) -> Lasting:
-    return Lasting("regex", f"x{{{number}}}")
+def lasting(number: int) -> Constraint:
+    return Constraint("regex", f"lasting{{{number}}}")
 
 
 async def until_running(checker: GrammarChecker, tenant: str) -> None:
     async with asyncio.timeout(120):
-        while not checker.helpers._num_running[tenant]:
-            await asyncio.sleep(0)
+        while not any(each.began_at and each.tenant_id == tenant for each in checker.helpers._running.values()):
+            await asyncio.sleep(0.01)
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
         assert await verdict(checker, BAD) == "invalid_grammar"
-        monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.01)
-        with pytest.raises(Invalid, match=r"more than 0\.01 s"):
+        monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.3)
+        with pytest.raises(Invalid, match=r"more than 0\.3 s"):
             await checker.check(lasting(1), "")
         monkeypatch.undo()
         assert await verdict(checker, GOOD) == ""
@@ -83,13 +67,13 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(monkey
 def test_a_verdict_is_asked_for_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         monkeypatch.setattr(grammars, "MAX_KNOWN", 2)
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
         asked: list[str] = []
         ask = checker.helpers.ask
 
-        async def counted(tenant_id: str, *question: bytes, timeout_s: float) -> object:
-            asked.extend(pickle.loads(each)[0].text for each in question)
-            return await ask(tenant_id, *question, timeout_s=timeout_s)
+        async def counted(tenant_id: str, *question: bytes, limit_s: float) -> object:
+            asked.extend(unpack(each, (Constraint,))[0].text for each in question)
+            return await ask(tenant_id, *question, limit_s=limit_s)
 
         monkeypatch.setattr(checker.helpers, "ask", counted)
         other = Constraint("regex", "b+", "guided_regex")
@@ -102,39 +86,62 @@ def test_a_verdict_is_asked_for_once_and_few_are_kept(monkeypatch: pytest.Monkey
     asyncio.run(run())
 
 
-def test_a_schema_waits_for_no_other_tenant_s_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tenant sends 99 that never end; another's is checked while they last."""
+def test_a_schema_waits_for_no_other_s_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant sends 99 that never end, as does another; a third one's is checked while they last."""
     monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+    monkeypatch.setattr(grammars, "WITHIN_S", 600.0)
 
     async def run() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
         hostile = [asyncio.create_task(checker.check(lasting(number), "hostile")) for number in range(99)]
         await until_running(checker, "hostile")
         await checker.check(GOOD, "honest")
         refused = [task.exception() for task in hostile if task.done()]
-        assert len(refused) == 99 - 1 - grammars.MAX_OF_TENANT
+        assert len(refused) == 99 - pool.SIZE - grammars.MAX_OF_TENANT
         assert all(isinstance(each, Rejected) and each.status == 429 for each in refused)
+        hostile.append(asyncio.create_task(checker.check(lasting(100), "second")))
+        for text in ("b+", "c+"):
+            await checker.check(Constraint("regex", text), "honest")
         for task in hostile:
             task.cancel()
         await asyncio.gather(*hostile, return_exceptions=True)
-        await checker.check(Constraint("regex", "c+"), "hostile")
+        await checker.check(Constraint("regex", "d+"), "hostile")
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_without_keys_a_schema_waits_for_no_other_request_s_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(grammars, "WITHIN_S", 600.0)
+
+    async def run() -> None:
+        checker = GrammarChecker(WORKER)
+        lasts = [asyncio.create_task(checker.check(lasting(number), "")) for number in range(20)]
+        while len(checker.helpers._running) < pool.SIZE:
+            await asyncio.sleep(0.01)
+        for text in ("a+", "b+", "c+"):
+            await checker.check(Constraint("regex", text), "")
+        assert not any(task.done() for task in lasts)
+        for task in lasts:
+            task.cancel()
+        await asyncio.gather(*lasts, return_exceptions=True)
         await checker.helpers.stop()
 
     asyncio.run(run())
 
 
 def test_requests_with_one_text_share_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+    monkeypatch.setattr(grammars, "WITHIN_S", 600.0)
 
     async def run() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
         both = [asyncio.create_task(checker.check(lasting(1), "")) for _ in range(2)]
         await until_running(checker, "")
         many = [asyncio.create_task(checker.check(GOOD, "")) for _ in range(200)]
         both[0].cancel()
         await asyncio.gather(both[0], return_exceptions=True)
-        assert checker.helpers._num_running[""] == 1, "the other one still waits for it"
+        assert [task for task in both if not task.done()], "the other one still waits for it"
         both[1].cancel()
         assert {each.constraint for each in await asyncio.gather(*many)} == {GOOD}
         await asyncio.gather(both[1], return_exceptions=True)
@@ -145,10 +152,10 @@ def test_requests_with_one_text_share_its_check(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+    monkeypatch.setattr(grammars, "WITHIN_S", 600.0)
 
     async def run() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
         order: list[str] = []
 
         async def check(tenant: str, text: str) -> None:
@@ -169,27 +176,29 @@ def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_waits_too_long_may_come_again_and_who_goes_away_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(grammars, "WAIT_S", 0.2)
+    monkeypatch.setattr(grammars, "WITHIN_S", 600.0)
 
     async def run() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
+        checker.helpers.quick_s = 600.0
         busy = [asyncio.create_task(checker.check(lasting(number), f"tenant {number}")) for number in range(pool.SIZE)]
         for number in range(pool.SIZE):
             await until_running(checker, f"tenant {number}")
         gone = asyncio.create_task(checker.check(GOOD, "gone"))
         await asyncio.sleep(0)
         gone.cancel()
+        checker.helpers.within_s = 0.2
         with pytest.raises(Rejected) as refusal:
             await checker.check(GOOD, "late")
         assert refusal.value.status == 503 and refusal.value.retry_after_s == 1
         assert not checker.helpers._waiting
         busy[0].cancel()
         await asyncio.gather(busy[0], return_exceptions=True)
-        checker.helpers.wait_s = 600.0
+        checker.helpers.within_s = 600.0
         await checker.check(GOOD, "late")
         busy[1].cancel()
         await asyncio.gather(*busy, return_exceptions=True)
-        assert not checker.helpers._num_running and len(checker.helpers._free) == pool.SIZE
+        assert not checker.helpers._running and len(checker.helpers._free) == pool.SIZE
         await checker.helpers.stop()
 
     asyncio.run(run())
@@ -197,10 +206,10 @@ def test_who_waits_too_long_may_come_again_and_who_goes_away_is_forgotten(monkey
 
 def test_a_check_that_ends_its_process_is_its_own_request_s_error() -> None:
     async def run() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(WORKER)
         await checker.check(GOOD, "")
         with pytest.raises(Invalid, match="memory is bounded"):
-            await checker.check(Deadly("regex", "c+"), "")
+            await checker.check(Constraint("regex", "deadly"), "")
         assert await verdict(checker, BAD) == "invalid_grammar"
         await checker.helpers.stop()
 
@@ -208,9 +217,9 @@ def test_a_check_that_ends_its_process_is_its_own_request_s_error() -> None:
 
 
 def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
-    grammar_worker.answer(pickle.dumps((GOOD, False)))
+    grammar_worker.answer(pack((GOOD, False)))
     with pytest.raises(Invalid):
-        grammar_worker.answer(pickle.dumps((BAD, False)))
+        grammar_worker.answer(pack((BAD, False)))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +234,7 @@ def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
 )
 def test_whatever_is_wrong_in_a_grammar_is_its_own_error_and_ends_no_helper(kind: Kind, text: str, words: str) -> None:
     with pytest.raises(Invalid, match=words) as raised:
-        grammar_worker.answer(pickle.dumps((Constraint(kind, text, "guided_grammar"), False)))
+        grammar_worker.answer(pack((Constraint(kind, text, "guided_grammar"), False)))
     assert raised.value.param == "guided_grammar"
 
 
@@ -234,7 +243,7 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
     settings = GatewaySettings(redis_url=redis_url)
 
     async def run() -> None:
-        stage, client, checker = Stage("gateway", settings), connect(settings), GrammarChecker()
+        stage, client, checker = Stage("gateway", settings), connect(settings), GrammarChecker(WORKER)
         files = FileStore(client, Storage(settings.files_url))
         admission = Admission(stage, client, settings)
 
@@ -260,7 +269,7 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
             await ask(BAD)
         with pytest.raises(Rejected) as refusal:
             await ask(lasting(1))
-        assert refusal.value.status == 429 and not checker.helpers._num_running
+        assert refusal.value.status == 429 and not checker.helpers._running
         assert not (await ask(GOOD)).is_counted, "what is known costs no work"
         await checker.helpers.stop()
         await client.aclose()

@@ -1,17 +1,31 @@
 """Images by URL: from hosts that the operator allows, at public addresses, without redirects, and within bounds."""
 
 import asyncio
+import io
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
 
 import pytest
+from PIL import Image as Pillow
 
+from services.requests.files.store import FileStore
 from services.requests.images import fetch
 from services.requests.images.fetch import ImageFetcher, is_public
+from services.requests.images.reader import ImageReader
+from services.requests.neutral.messages import Message
 from shared.process.errors import Invalid
 
+
+def black() -> bytes:
+    content = io.BytesIO()
+    Pillow.new("RGB", (3, 2)).save(content, "PNG")
+    return content.getvalue()
+
+
 IMAGE = b"\x89PNG and so on"
+BLACK = black()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -27,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/hang":
             threading.Event().wait(5)
             return
-        data = {"/a.png": IMAGE, "/long": b"x" * (fetch.MAX_BYTES + 1)}.get(self.path)
+        data = {"/a.png": IMAGE, "/black.png": BLACK, "/long": b"x" * (fetch.MAX_BYTES + 1)}.get(self.path)
         self.send_response(200 if data is not None else 404)
         self.end_headers()
         if data is not None:
@@ -105,3 +119,34 @@ def test_addresses_that_are_public() -> None:
         "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2002:a9fe:a9fe::", "::127.0.0.1", "fec0::1",
     )  # fmt: skip
     assert not any(map(is_public, private))
+
+
+def read_urls(urls: list[str], max_bytes: int = 1 << 20) -> Any:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    message = Message.model_validate({"role": "user", "content": parts})
+
+    async def read() -> Any:
+        reader = ImageReader(cast(FileStore, None), ImageFetcher(("localhost",), lambda _: True), max_bytes)
+        try:
+            return await reader.read([message], "")
+        finally:
+            await reader.helpers.stop()
+
+    return asyncio.run(read())
+
+
+def test_a_url_is_fetched_once_a_request_however_often_it_stands_there(port: int) -> None:
+    Handler.seen.clear()
+    urls = [f"http://localhost:{port}/black.png", f"http://localhost:{port}/black.png?2"]
+    with pytest.raises(Invalid):
+        read_urls([*urls, urls[0]])  # the second is not there
+    Handler.seen.clear()
+    [message], files = read_urls(urls[:1] * 6)
+    assert Handler.seen == [f"localhost:{port} /black.png"]
+    assert len(files) == 1 and [part.image.width for part in message.parts] == [3] * 6
+
+
+def test_images_by_url_have_one_bound_together(port: int) -> None:
+    with pytest.raises(Invalid, match="at most 0 MiB") as refused:
+        read_urls([f"http://localhost:{port}/black.png"], max_bytes=10)
+    assert refused.value.code == "request_exceeds_limit"

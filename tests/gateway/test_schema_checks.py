@@ -67,7 +67,23 @@ def test_the_worker_of_a_batch_checks_what_it_reads(gateways: Deployment, backst
             try:
                 return await read_answer(client, Asked(record, [request], b"", fold_choices), asyncio.Semaphore(1), answers)
             finally:
-                await answers.helper.stop()
+                await answers.helpers.stop()
 
     body, totals = asyncio.run(read())
     assert body["penstock"]["schema_errors"] == BROKEN and totals.completed == 1
+
+
+def test_a_stream_s_pings_go_on_while_its_answer_is_checked(gateways: Deployment, backstage: Backstage) -> None:
+    slow = {"type": "object", "properties": {"a": {"type": "string"}}, "not": {"properties": {"a": {"pattern": "^(a+)+$"}}}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": slow}}}
+    form = {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": slow}}}
+    answer = ['{"a":"', "a" * 60, '!"}']
+    for path, fields in (("/v1/chat/completions", chat), ("/v1/responses", form), ("/v1/responses", form | {"background": True})):
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(gateways.post, path, {"model": NAME, "stream": True, **fields})
+            [request] = backstage.take()
+            backstage.write_texts(request, answer)
+            text = asked.result().text
+        [[problem]] = told(text)
+        assert problem["message"] == "not checked: it takes more than 2 s", path
+        assert text.rpartition('!\\"}')[0].count("\n\n\n") or text.count("\n\n\n"), "no ping"

@@ -12,6 +12,7 @@ import redis
 
 from shared.process.errors import Recoverable, StartupError
 from shared.process.stage_settings import StageSettings
+from shared.process.worker import QUESTION
 from shared.wire import registry
 from shared.wire.registry import Heartbeat
 from shared.wire.stage import Stage, run_stage
@@ -37,12 +38,16 @@ def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, red
     stage._heartbeat.transport.close()
 
 
-@pytest.mark.parametrize(("helper", "question"), [("services.tokenizer.template_worker", b'["{{ x }}", {}, 20.0]'), ("services.requests.grammars.worker", b"")])
+TEMPLATE = b'["{{ x }}", {}, 20.0]'
+HELPERS = [("services.tokenizer.template_worker", struct.pack("<Q", len(TEMPLATE)) + TEMPLATE), ("services.requests.grammars.worker", QUESTION.pack(1.0, 0))]
+
+
+@pytest.mark.parametrize(("helper", "question"), HELPERS)
 def test_a_helper_whose_stage_has_gone_says_nothing(helper: str, question: bytes) -> None:
     """As when a stage ends while it starts: its helper's first answer has no reader."""
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}  # as a tokenizer has it
     process = subprocess.Popen([sys.executable, "-m", helper], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()
-    _, said = process.communicate(struct.pack("<Q", len(question)) + question, timeout=120)
+    _, said = process.communicate(question, timeout=120)
     assert said == b""

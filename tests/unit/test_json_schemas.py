@@ -257,18 +257,18 @@ def test_an_answer_is_checked_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     async def run() -> None:
         monkeypatch.setattr(answers, "CHECK_TIMEOUT_S", 60.0)
         checker, checks = AnswerChecker(), [("", CONTENT), ("f", json.dumps(UNIQUE))]
-        assert await checker.check(checks, '["a", "aa"]', []) == []
-        assert await checker.check(checks, '["a", "a"]', []) == [{"path": "$", "message": "uniqueItems does not hold"}]
-        [problem] = await checker.check(checks, "", [("f", '{"names": ["x", "x"]}'), ("g", "{")])
+        assert await checker.check("", checks, '["a", "aa"]', []) == []
+        assert await checker.check("", checks, '["a", "a"]', []) == [{"path": "$", "message": "uniqueItems does not hold"}]
+        [problem] = await checker.check("", checks, "", [("f", '{"names": ["x", "x"]}'), ("g", "{")])
         assert problem == {"function": "f", "path": "$.names", "message": "uniqueItems does not hold"}
         with monkeypatch.context() as patch:
             patch.setattr(answers, "CHECK_TIMEOUT_S", 0.3)
-            [slow] = await checker.check(checks, json.dumps(["a" * 60 + "b"]), [])
+            [slow] = await checker.check("", checks, json.dumps(["a" * 60 + "b"]), [])
         assert slow["message"].startswith("not checked: it takes more than")
-        assert await checker.check(checks, '["b"]', []) == [{"path": "$[0]", "message": "pattern does not hold"}]  # the next one has another process
-        [long] = await checker.check(checks, "x" * (1 << 21), [])
+        assert await checker.check("", checks, '["b"]', []) == [{"path": "$[0]", "message": "pattern does not hold"}]  # the next one has another process
+        [long] = await checker.check("", checks, "x" * (1 << 21), [])
         assert long["message"] == "not checked: it is too long"
-        await checker.helper.stop()
+        await checker.helpers.stop()
 
     asyncio.run(run())
 

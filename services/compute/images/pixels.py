@@ -2,18 +2,18 @@
 process of its own that can be killed.
 
 FOLDER: the model's, with the configuration of the transformers library's image processor. A question
-is a pickled pair: options of the processor, and the file. The answer is the processor's output, arrays
+is a packed pair: options of the processor, and the file. The answer is the processor's output, arrays
 by name, or Invalid.
 """
 
 import os
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-from shared.model.vision.pixels import open_image
-from shared.process.worker import limit_memory, run_worker
+from shared.model.vision.pixels import load_decoders, open_image
+from shared.process.plain import unpack
+from shared.process.worker import run_worker
 
 MEMORY = 2 << 30  # of an image of the largest size in each of its forms
 
@@ -28,16 +28,15 @@ def load_processor(folder: Path) -> Any:
 
 
 def prepare(processor: Any, question: bytes) -> dict[str, Any]:
-    options, data = pickle.loads(question)
+    options, data = unpack(question)
     found = processor(open_image(data), return_tensors="np", **options)
     return {name: found[name] for name in ("pixel_values", "image_sizes", "image_grid_thw") if name in found}
 
 
 def main() -> None:
     processor = load_processor(Path(sys.argv[1]))
-    if sys.platform == "linux":
-        limit_memory(MEMORY)
-    run_worker(lambda question: prepare(processor, question))
+    load_decoders()
+    run_worker(lambda question: prepare(processor, question), MEMORY)
 
 
 if __name__ == "__main__":

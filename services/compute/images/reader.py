@@ -1,6 +1,5 @@
 """PixelReader: images' files from Redis, and pixels of them, beside the running steps."""
 
-import pickle
 import queue
 import subprocess
 import sys
@@ -15,14 +14,16 @@ from redis.exceptions import RedisError
 from shared.model.vision.images import Image
 from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid
+from shared.process.plain import Unreadable, pack
 from shared.process.telemetry import get_logger
-from shared.process.worker import FRAME
+from shared.process.worker import QUESTION, REPLY, environment, outcome_of
 from shared.wire.streams import images_key
 from shared.wire.transport import Backoff, Transport, is_temporary
 
 log = get_logger("penstock.compute")
 
 TIMEOUT_S = 60.0  # of one image
+START_TIMEOUT_S = 120.0  # until the process has imported what it needs, on a machine that is busy
 NUM_TRIES = 2  # a process that was killed costs nobody a request
 GONE = "an image of this request is gone: send the request again"
 
@@ -56,11 +57,11 @@ class PixelProcess:
         data = self._file(response_id, image)
         if data is None:
             raise Invalid(GONE, status=410, code="image_gone")
-        question = pickle.dumps((self.family.processing(is_low=image.is_low), data), 5)
+        question = pack((self.family.processing(is_low=image.is_low), data))
         for _ in range(NUM_TRIES):
             try:
                 answer = self._ask(question)
-            except (OSError, EOFError, pickle.UnpicklingError) as error:
+            except (OSError, EOFError, Unreadable) as error:
                 log.warning("the process that reads images died, starting another", error=error or type(error).__name__)
                 self.stop()
                 continue
@@ -88,22 +89,23 @@ class PixelProcess:
                 threading.Event().wait(backoff.failed(error))
 
     def _ask(self, question: bytes) -> Any:
-        """Raises OSError or EOFError where the process ends instead of answering, or takes too long."""
+        """Raises Unreadable, and OSError or EOFError where the process ends instead of answering, or takes too long."""
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-m", "services.compute.images.pixels", str(self.folder)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), start_new_session=True)
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        watch = threading.Timer(TIMEOUT_S, process.kill)
+        watch = threading.Timer(START_TIMEOUT_S + TIMEOUT_S, process.kill)
         watch.start()
         try:
-            process.stdin.write(FRAME.pack(len(question)))
+            process.stdin.write(QUESTION.pack(TIMEOUT_S, len(question)))
             process.stdin.write(question)
             process.stdin.flush()
-            head = process.stdout.read(FRAME.size)
-            if len(head) < FRAME.size:
+            head = process.stdout.read(REPLY.size)
+            if len(head) < REPLY.size:
                 raise EOFError("no answer")
-            return pickle.loads(process.stdout.read(*FRAME.unpack(head)))
+            outcome, length = REPLY.unpack(head)
+            return outcome_of(process.stdout.read(length), outcome)
         finally:
             watch.cancel()
 

@@ -18,7 +18,7 @@ from services.gateway.telemetry.measured import Measured
 from services.requests.answers.choice import Choice
 from services.requests.answers.formats import format_for, whole_body
 from services.requests.answers.frames import Frames, is_plain
-from services.requests.answers.schema_errors import schema_errors
+from services.requests.answers.schema_errors import schema_errors, while_checked
 from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, STARTING, encode_event, event_head, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.grammars.answers import unchecked
@@ -154,17 +154,18 @@ class Responder:
 
     async def _check_ends(self, batch: list[tuple[int, TokenEvent]]) -> None:
         """Hold the answers that end here against what of their schemas could not be enforced."""
-        record = self.generation.record
-        for index, event in batch if record.checks else ():
-            if event.finish_reason != "stop":
-                continue
-            is_resumed = record.parsing is None and self.generation.positions[index]
-            before = await self.generation.text_before(index) if is_resumed else ""
-            if before is None:
-                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not there any more")]
-            else:
-                text = "".join([before, *self.choices[index].text, *(each.text for at, each in batch if at == index)])
-                self.choices[index].schema_errors = await schema_errors(self.generation.pipeline.answers, record, text)
+        ends = [index for index, event in batch if event.finish_reason == "stop"] if self.generation.record.checks else []
+        await asyncio.gather(*(self._check_end(index, batch) for index in ends))
+
+    async def _check_end(self, index: int, batch: list[tuple[int, TokenEvent]]) -> None:
+        record, choice = self.generation.record, self.choices[index]
+        is_resumed = record.parsing is None and self.generation.positions[index]
+        before = await self.generation.text_before(index) if is_resumed else ""
+        if before is None:
+            choice.schema_errors = [unchecked("the stream was resumed, and its beginning is not there any more")]
+        else:
+            text = "".join([before, *choice.text, *(each.text for at, each in batch if at == index)])
+            choice.schema_errors = await schema_errors(self.generation.pipeline.answers, record, text)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
@@ -174,7 +175,8 @@ class Responder:
         is_behind = False
         while True:
             if self.generation.record.checks:
-                await self._check_ends(batch)
+                async for _ in while_checked(self._check_ends(batch), self.ping_interval_s):
+                    yield self._ping()
             if any(event.prompt_logprobs is not None for _, event in batch):
                 encoded, failure = await asyncio.to_thread(self._encode, batch, positions, joins=is_behind)
             else:

@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from services.gateway.answering.responder import EventStream, Responder
 from services.gateway.generation.generation import Generation
 from services.gateway.telemetry.measured import Measured
+from services.requests.answers.schema_errors import while_checked
 from services.requests.answers.translate import Fold, Json, Translation
 from services.requests.errors import RequestFailed, check
 from services.requests.neutral.translate import in_own_terms
@@ -57,7 +58,9 @@ class TranslatedResponder(Responder):
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         yield self.fold.encode(self.translation.opening(batch[0][1] if batch else None))
         while True:
-            await self._check_ends(batch)
+            if self.generation.record.checks:
+                async for _ in while_checked(self._check_ends(batch), self.ping_interval_s):
+                    yield self._ping(self.translation.ping)
             encoded = b"".join(self.fold.encode(self.fold.add(event)) for _, event in batch)
             yield encoded if batch else self._ping(self.translation.ping)
             if self._is_over:

@@ -120,6 +120,8 @@ class Pipeline:
         Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
         serve.
         """
+        if record.checks:
+            self.answers.helpers.begin_to_start()
         record, requests = joined_to_trace(record, requests)
         subscription = self._subscribe(record, [0] * len(requests), 0)  # before Redis has them: the first events may come at once
         try:

@@ -37,7 +37,6 @@ class LogSnapshot:
     events: list[TokenEvent]  # after the position; or the end, should the log have ended there or before
     has_log: bool
     has_record: bool
-    generation: int  # of the response's present reader
     is_whole_page: bool  # there may be more
 
 
@@ -92,8 +91,12 @@ class LogReader:
             positions = [subscription.positions[request_id] for subscription, request_id in chunk]  # events may come while we wait for the replies
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
+                if int(replies[4 * number + 3] or 0) > subscription.generation:  # before its log is decoded
+                    self.subscriptions.hand_over(subscription)
+                    continue
+                await asyncio.sleep(0)  # others have their turn in between
                 try:
-                    found = read(replies[4 * number : 4 * number + 4], positions[number])
+                    found = read(replies[4 * number : 4 * number + 3], positions[number])
                 except Lost as error:
                     log.error("a token log is not whole", request_id=request_id, error=error)
                     subscription.fail(RequestError(f"the request was lost: {error}", 500, code="request_lost"))
@@ -128,9 +131,6 @@ class LogReader:
     def _settle(self, subscription: Subscription, request_id: str, found: LogSnapshot) -> bool:
         """Hand on what the log has, or end the response. True: the log had something that no event
         had brought."""
-        if found.generation > subscription.generation:
-            self.subscriptions.hand_over(subscription)
-            return False
         if not found.has_record and not found.events:  # whoever computes it may die, and nobody would know that it was to be answered
             log.error("the request is gone from Redis", request_id=request_id)
             self._gone += [(subscription.model, each) for each in sorted(subscription.unfinished)]
@@ -154,9 +154,9 @@ class LogReader:
 
 
 def read(replies: list[Any], position: int) -> LogSnapshot:
-    """The four replies about one sequence. Raises Lost for a log with a gap."""
-    entries, last, has_record, generation = replies
+    """The replies about one sequence's log. Raises Lost for a log with a gap."""
+    entries, last, has_record = replies
     found = parse_log(entries, position)
     if not found and last and END in last[0][1]:
         found = [decode_entry(last[0][1][MESSAGE])]  # its token is compared with the one that was taken
-    return LogSnapshot(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)
+    return LogSnapshot(found, bool(last), bool(has_record), len(entries) == PAGE)

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.errors import error_response
+from services.gateway.http.turns import Turns
 from services.requests.tenants.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
 from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import EVERYBODY, NOBODY, Tenant
@@ -43,7 +44,8 @@ class KeyRing:
         self.is_open = not wants_keys(settings)
         self._own: dict[bytes, tuple[bytes, Tenant]] = {}
         self._checked_at = time.monotonic()
-        self._version = self._version_of_file()
+        self._version = self._version_of_file()  # of the keys that were read
+        self._failed: tuple[int, ...] | None = ()  # the version of which it was said that it can't be read
         if settings.auth and settings.api_key:
             key = settings.api_key.get_secret_value()
             if len(key) < MIN_KEY_LENGTH:
@@ -90,15 +92,16 @@ class KeyRing:
         self._checked_at = now
         if (version := self._version_of_file()) == self._version:
             return
-        self._version = version
-        if version is None:
-            log.error("key file missing; keeping the last loaded keys", path=str(self.path))
-            return
         try:
             self._tenants, self.is_open = self._own | self._read(), False
-            log.info("read the API keys", path=str(self.path), num_keys=len(self._tenants))
-        except (StartupError, OSError) as error:
-            log.error("key file unreadable; keeping the last loaded keys", error=error)
+        except (StartupError, OSError) as error:  # it is tried again, for this may pass
+            if version != self._failed:
+                what = "missing" if version is None else "unreadable"
+                log.error(f"key file {what}; keeping the last loaded keys", path=str(self.path), error=error)
+            self._failed = version
+            return
+        self._version, self._failed = version, ()
+        log.info("read the API keys", path=str(self.path), num_keys=len(self._tenants))
 
 
 def _table(digests: list[tuple[bytes, Tenant]]) -> dict[bytes, tuple[bytes, Tenant]]:
@@ -114,6 +117,7 @@ class Auth:
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self.app = app
         self.keys = keys
+        self.turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,6 +138,7 @@ class Auth:
             refusal = error_response(scope, 403, "This key may not do that: it takes an administrator's.", None, "insufficient_permissions")
             return await refusal(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller
+        await self.turns.take(caller.tenant.tenant_id)
         if not caller.tenant.has_limits:
             return await self.app(scope, receive, send)
 

@@ -2,24 +2,27 @@
 ones in helper processes."""
 
 import asyncio
-import pickle
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import orjson
 from fastapi import Request
+from pydantic import BaseModel
 
 from services.gateway.http.disconnect import unless_gone
 from services.gateway.http.encodings import decoder_for
 from services.requests.bodies.body import Body
+from services.requests.bodies.content import Content, GivenImage
 from services.requests.bodies.ignored import pass_over
 from services.requests.bodies.parse import parse
-from services.requests.helpers.helper import HelperFailed
-from services.requests.helpers.pool import HelperPool
+from services.requests.helpers.pool import HelperFailed, HelperPool
 from shared.process.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
 PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
+WITHIN_S = 40.0  # with the wait for its turn
+QUICK_S = 1.0
 MAX_OF_TENANT = 256  # that wait: a burst of long prompts is usual, and what they hold is bounded by max_bytes
 
 B = TypeVar("B", bound=Body)
@@ -32,7 +35,7 @@ class BodyReader:
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
         self.max_body_bytes = max_body_bytes
-        self.helpers = HelperPool(worker, "parsing long bodies", max_of_tenant=MAX_OF_TENANT, wait_s=PARSE_TIMEOUT_S)
+        self.helpers = HelperPool(worker, "parsing long bodies", MAX_OF_TENANT, WITHIN_S, (*models(BaseModel), Content, GivenImage), QUICK_S)
         self._held = 0
 
     async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
@@ -68,7 +71,7 @@ class BodyReader:
 
     async def _parse_long(self, tenant_id: str, kind: type[B] | Mapping[str, type[B]], data: bytes) -> B:
         try:
-            outcome = await self.helpers.ask(tenant_id, pickle.dumps(kind), data, timeout_s=PARSE_TIMEOUT_S)
+            outcome = await self.helpers.ask(tenant_id, names_of(kind), data, limit_s=PARSE_TIMEOUT_S)
         except TimeoutError:
             raise Rejected("the body could not be parsed in time", status=503, retry_after_s=1) from None
         except HelperFailed:
@@ -78,3 +81,16 @@ class BodyReader:
         kinds: tuple[type[B], ...] = (kind,) if isinstance(kind, type) else tuple(kind.values())
         assert isinstance(outcome, kinds)
         return outcome
+
+
+def names_of(kind: type[Body] | Mapping[str, type[B]]) -> bytes:
+    """A kind of bodies, as the helper reads it."""
+    return orjson.dumps(kind.__name__ if isinstance(kind, type) else {field: each.__name__ for field, each in kind.items()}) + b"\n"
+
+
+def models(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Our own classes of parts of bodies."""
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("services."):
+            yield each
+        yield from models(each)

@@ -63,8 +63,8 @@ class Content(str):
         found.parts = parts
         return found
 
-    def __reduce__(self) -> Any:
-        return Content, (self.parts,)
+    def __getnewargs__(self) -> Any:
+        return (self.parts,)
 
     @property
     def images(self) -> list[GivenImage]:

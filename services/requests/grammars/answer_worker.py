@@ -2,27 +2,24 @@
 against their schemas.
 
 Schemas come from clients, and a pattern may take for ever: then this process is killed, and nothing
-else with it. A question is a pickled list of function, schema as JSON, and text; the answer is a
-list of what does not hold.
+else with it. A question is a packed list of function, schema as JSON, and text; the answer is a list
+of what does not hold.
 """
 
 import json
-import pickle
-import sys
 from typing import Any
 
 from services.requests.schemas.validate import problems_of
-from shared.process.worker import limit_memory, run_worker
+from shared.process.plain import unpack
+from shared.process.worker import run_worker
 
 
 def answer(question: bytes) -> list[dict[str, Any]]:
     found = []
-    for name, schema, text in pickle.loads(question):
+    for name, schema, text in unpack(question):
         found += [{**({"function": name} if name else {}), **each} for each in problems_of(json.loads(schema), text)]
     return found
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        limit_memory()
     run_worker(answer)

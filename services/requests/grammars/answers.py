@@ -1,29 +1,29 @@
 """AnswerChecker: holds answers against what of their schemas could not be enforced, at their end,
-in a helper process with bounds."""
+in helper processes with bounds."""
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from services.requests.helpers.helper import Helper, HelperFailed
+from services.requests.helpers.pool import HelperFailed, HelperPool
+from shared.process.errors import Rejected
+from shared.process.plain import pack
 
-CHECK_TIMEOUT_S = 2.0  # of one answer
-MAX_WAITING = 32  # answers, one after the other
+CHECK_TIMEOUT_S = 2.0  # from the asking on: an answer waits no longer
+MAX_OF_TENANT = 64  # answers of one tenant that wait
 MAX_TEXT = 1 << 20  # characters
 NOT_CHECKED = "not checked: "
 
 
 class AnswerChecker:
-    """Owns the helper, which is started by the first answer."""
+    """Owns the helpers, which are started by the first request whose answer will be checked."""
 
     def __init__(self) -> None:
-        self.helper = Helper("services.requests.grammars.answer_worker")
-        self._num_waiting = 0
+        self.helpers = HelperPool("services.requests.grammars.answer_worker", "checking answers", MAX_OF_TENANT, CHECK_TIMEOUT_S)
 
-    async def check(self, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    async def check(self, tenant_id: str, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
         """List where an answer breaks its schemas: path, message, and the function whose arguments
-        it is about; empty: it is valid. What could not be found out in time is said, too: an answer
-        is never held back for it.
+        it is about; empty: it is valid. What could not be found out within CHECK_TIMEOUT_S is said,
+        too: no answer is held back for longer.
 
         checks: of the response's record; calls: name and arguments of each.
         """
@@ -34,17 +34,14 @@ class AnswerChecker:
             return []
         if sum(len(text) for _, _, text in asked) > MAX_TEXT:
             return [unchecked("it is too long")]
-        if self._num_waiting >= MAX_WAITING:
-            return [unchecked("the gateway is busy")]
-        self._num_waiting += 1
         try:
-            found: Any = await self.helper.ask(pickle.dumps(asked), timeout_s=CHECK_TIMEOUT_S)
+            found: Any = await self.helpers.ask(tenant_id, pack(asked), limit_s=CHECK_TIMEOUT_S)
         except TimeoutError:
             return [unchecked(f"it takes more than {CHECK_TIMEOUT_S:g} s")]
         except HelperFailed:
             return [unchecked("it ends the process that checks it")]
-        finally:
-            self._num_waiting -= 1
+        except Rejected:
+            return [unchecked("the gateway is busy")]
         problems: list[dict[str, Any]] = found
         return problems
 

@@ -3,20 +3,19 @@ within bounds, and each text once."""
 
 import asyncio
 import hashlib
-import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from services.requests.bodies.ignored import tell
-from services.requests.helpers.helper import HelperFailed
-from services.requests.helpers.pool import HelperPool
+from services.requests.helpers.pool import HelperFailed, HelperPool
 from services.requests.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
 from shared.process.errors import Invalid
+from shared.process.plain import pack
 
 CHECK_TIMEOUT_S = 5.0  # of one grammar; those that people write take milliseconds
 MAX_OF_TENANT = 64  # texts of one tenant that wait
-WAIT_S = 2.0
+WITHIN_S = 15.0  # with the wait for its turn: one that is slow may have others before it
 MAX_KNOWN = 4096  # verdicts
 MAX_CHARACTERS = 16 << 20  # of the verdicts
 
@@ -32,8 +31,9 @@ class Asking:
 class GrammarChecker:
     """Owns the helpers."""
 
-    def __init__(self) -> None:
-        self.helpers = HelperPool("services.requests.grammars.worker", "checking grammars", max_of_tenant=MAX_OF_TENANT, wait_s=WAIT_S)
+    def __init__(self, worker: str = "services.requests.grammars.worker") -> None:
+        """worker: the module of the helpers."""
+        self.helpers = HelperPool(worker, "checking grammars", MAX_OF_TENANT, WITHIN_S, (Prepared, Constraint))
         self._asking: dict[tuple[str, bytes], Asking] = {}  # by tenant and digest
         self._verdicts: OrderedDict[bytes, Prepared | Invalid] = OrderedDict()  # by digest, the last used last
         self._size = 0  # characters of the verdicts
@@ -95,7 +95,7 @@ class GrammarChecker:
 
     async def _ask_once(self, constraint: Constraint, tenant_id: str, *, is_shallow: bool) -> Prepared | Invalid:
         try:
-            answer = await self.helpers.ask(tenant_id, pickle.dumps((constraint, is_shallow)), timeout_s=CHECK_TIMEOUT_S)
+            answer = await self.helpers.ask(tenant_id, pack((constraint, is_shallow)), limit_s=CHECK_TIMEOUT_S)
         except TimeoutError:
             raise _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s") from None
         except HelperFailed:

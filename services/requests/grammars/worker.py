@@ -5,23 +5,20 @@ It compiles it, too, to see whether it is.
 
 A grammar comes from whoever sends a request. The library counts its work and its memory; where that
 should not hold, this process is killed, or its memory ends, and nothing else with it. A question is
-a pickled pair: a Constraint, and whether no more than the first level of its schemas is wanted. The
+a packed pair: a Constraint, and whether no more than the first level of its schemas is wanted. The
 answer is Prepared or Invalid.
 """
 
-import pickle
-import sys
-
 from services.requests.schemas.prepare import Prepared, prepare
-from shared.process.worker import limit_memory, run_worker
+from shared.model.constraint import Constraint
+from shared.process.plain import unpack
+from shared.process.worker import run_worker
 
 
 def answer(question: bytes) -> Prepared:
-    constraint, is_shallow = pickle.loads(question)
+    constraint, is_shallow = unpack(question, (Constraint,))
     return prepare(constraint, is_shallow=is_shallow)
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        limit_memory()
     run_worker(answer)

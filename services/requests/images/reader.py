@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from services.requests.bodies.content import Content, GivenImage
 from services.requests.files.store import FileStore
-from services.requests.helpers.helper import HelperFailed
-from services.requests.helpers.pool import HelperPool
+from services.requests.helpers.pool import HelperFailed, HelperPool
 from services.requests.images.fetch import ImageFetcher
 from services.requests.neutral.messages import Message
 from shared.model.vision.images import MAX_IMAGES, Image
@@ -20,8 +19,10 @@ from shared.wire.messages import ChatMessage
 READ_TIMEOUT_S = 120.0  # of all images of a request
 CHECK_TIMEOUT_S = 10.0  # of one image; a camera's takes a quarter of a second
 MAX_OF_TENANT = 256  # images of one tenant that wait
-WAIT_S = 30.0
+WITHIN_S = 40.0  # with the wait for its turn
+QUICK_S = 1.0
 MAX_KNOWN = 4096  # images whose size is known
+FETCHES = 4  # at once, of a request
 CODE = "invalid_image"
 
 
@@ -33,7 +34,7 @@ class ImageReader:
         self.files = files
         self.max_bytes = max_bytes
         self.fetcher = fetcher
-        self.helpers = HelperPool("services.requests.images.worker", "reading images", max_of_tenant=MAX_OF_TENANT, wait_s=WAIT_S)
+        self.helpers = HelperPool("services.requests.images.worker", "reading images", MAX_OF_TENANT, WITHIN_S, quick_s=QUICK_S)
         self._known: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by digest, the last used last
 
     async def read(self, messages: Sequence[Message], tenant_id: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
@@ -49,18 +50,49 @@ class ImageReader:
         given = [(number, each) for number, message in enumerate(messages) if isinstance(message.content, Content) for each in message.content.images]
         if len(given) > MAX_IMAGES:
             raise Invalid(f"at most {MAX_IMAGES} images in one request, got {len(given)}", param="messages")
+        fetches = self._fetches([each.url for _, each in given if each.url])
+        try:
+            files, images = await self._images(given, fetches, tenant_id)
+        finally:
+            for task in fetches.values():
+                task.cancel()
+            await asyncio.gather(*fetches.values(), return_exceptions=True)
+        return tuple(with_images(message, number, images) for number, message in enumerate(messages)), files
+
+    async def _images(
+        self, given: list[tuple[int, GivenImage]], fetches: "Mapping[str, asyncio.Task[bytes]]", tenant_id: str
+    ) -> tuple[dict[str, bytes], dict[tuple[int, str], Image]]:
+        """The files by digest, and the images by the number of their message and their place there."""
         files: dict[str, bytes] = {}
         images: dict[tuple[int, str], Image] = {}
         for number, each in given:
             try:
-                data = await self._file(each, tenant_id)
+                data = await (fetches[each.url] if each.url else self._file(each, tenant_id))
                 images[number, each.place] = image = await self._image(each, data, tenant_id)
             except Invalid as error:
                 raise Invalid(str(error), param=f"messages[{number}].content{each.place}", code=error.code or CODE, status=error.status) from None
             files[image.digest] = data
             if sum(map(len, files.values())) > self.max_bytes:
-                raise Invalid(f"the images of one request have at most {self.max_bytes >> 20} MiB", param="messages", code="request_exceeds_limit")
-        return tuple(with_images(message, number, images) for number, message in enumerate(messages)), files
+                raise self._too_long()
+        return files, images
+
+    def _fetches(self, urls: list[str]) -> "dict[str, asyncio.Task[bytes]]":
+        """Each URL once, a few at a time, and of all no more than max_bytes."""
+        turn, held = asyncio.Semaphore(FETCHES), 0
+
+        async def fetch(url: str) -> bytes:
+            nonlocal held
+            async with turn:
+                if held > self.max_bytes:
+                    raise self._too_long()
+                data = await self.fetcher.fetch(url)
+                held += len(data)
+                return data
+
+        return {url: asyncio.create_task(fetch(url)) for url in dict.fromkeys(urls)}
+
+    def _too_long(self) -> Invalid:
+        return Invalid(f"the images of one request have at most {self.max_bytes >> 20} MiB", param="messages", code="request_exceeds_limit")
 
     async def _file(self, given: GivenImage, tenant_id: str) -> bytes:
         if given.file_id:
@@ -71,7 +103,7 @@ class ImageReader:
                 return await asyncio.to_thread(self.files.storage.read, record.path)
             except FileNotFoundError:
                 raise Invalid("the file is gone", status=404) from None
-        return given.data or await self.fetcher.fetch(given.url)
+        return given.data
 
     async def _image(self, given: GivenImage, data: bytes, tenant_id: str) -> Image:
         """Raises Invalid for what is no image within bounds."""
@@ -80,7 +112,7 @@ class ImageReader:
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         if digest not in self._known:
             try:
-                answer = await self.helpers.ask(tenant_id, data, timeout_s=CHECK_TIMEOUT_S)
+                answer = await self.helpers.ask(tenant_id, data, limit_s=CHECK_TIMEOUT_S)
             except TimeoutError:
                 raise Invalid(f"the image takes more than {CHECK_TIMEOUT_S:g} s to read") from None
             except HelperFailed:

@@ -5,10 +5,8 @@ A question is an image's file. The answer is its width and height, upright, once
 read, or Invalid.
 """
 
-import sys
-
-from shared.model.vision.pixels import open_image
-from shared.process.worker import limit_memory, run_worker
+from shared.model.vision.pixels import load_decoders, open_image
+from shared.process.worker import run_worker
 
 MEMORY = 1 << 30  # of an image of the largest size, in several modes at once
 
@@ -19,6 +17,5 @@ def answer(question: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":
-        limit_memory(MEMORY)
-    run_worker(answer)
+    load_decoders()
+    run_worker(answer, MEMORY)

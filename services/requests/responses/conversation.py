@@ -65,7 +65,7 @@ async def conversation(context: ConversationContext, response_id: str, field: st
     try:
         record, stored = await context.store.load(context.tenant, response_id)
         items = await context.store.items(stored)
-        events = await context.store.read(record, stored, is_checked=False)
+        events = (await context.store.read(record, stored, is_checked=False)).events
     except Invalid as error:
         raise Invalid(f"Previous response with id '{shortened(response_id)}' not found.", param=field, code="previous_response_not_found") from error
     if events.status in UNFINISHED or events.status == "failed":

@@ -23,7 +23,7 @@ from services.requests.client import redis_errors_as_503
 from services.requests.errors import GONE, draining
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
-from services.requests.responses.events import ResponseEvents
+from services.requests.responses.replay import Replay, Replays
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Lost, Rejected
 from shared.process.telemetry import get_logger
@@ -38,7 +38,8 @@ log = get_logger("penstock.gateway")
 
 LONG_BYTES = 256 << 10
 MAX_LINKS = 10_000  # from a response to the one that keeps its items
-PAGE = 512  # entries of a log at a time: decoding more would stall other streams
+PAGE = 256  # entries of a log at a time: decoding more would stall other streams
+SLICE = 32  # events, after which others have their turn
 DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
 
@@ -76,6 +77,7 @@ class Store:
         self.answers = answers
         self.ping_interval_s = ping_interval_s
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
+        self.replays = Replays()
         self._is_draining = False
 
     async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
@@ -129,18 +131,24 @@ class Store:
         items = [] if stored.holder else stored.items[: found.num_items]
         return before, len(kept), Stored(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
 
-    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> ResponseEvents:
+    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> Replay:
         """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
-        events = ResponseEvents(record, stored.asked)
-        fold = Fold(record, events)
-        events.opening(None)
+        if (known := self.replays.get(record.response_id)) is not None and known.is_over:
+            return known
+        replay = Replay(record, stored.asked)
         async for page in self._pages(record):
-            for event in page:
-                if is_checked:
-                    await self._check_end(record, fold, event)
-                fold.add(event)
-            await asyncio.sleep(0)  # a long log: others have their turn in between
-        return events
+            await self._add(replay, page, is_checked=is_checked)
+        if replay.is_over and (is_checked or not record.checks):
+            self.replays.keep(replay)
+        return replay
+
+    async def _add(self, replay: Replay, events: list[TokenEvent], *, is_checked: bool = True) -> None:
+        for number, event in enumerate(events, 1):
+            if is_checked:
+                await self._check_end(replay.record, replay.fold, event)
+            replay.add(event)
+            if number % SLICE == 0:
+                await asyncio.sleep(0)  # a long log: others have their turn in between
 
     async def _check_end(self, record: ResponseRecord, fold: Fold, event: TokenEvent) -> None:
         """Hold an answer that this event ends against what of its schema could not be enforced."""
@@ -178,39 +186,83 @@ class Store:
             last: Any = await self.client.xrevrange(log_key(record.request_ids[0]), count=1)
         return bool(last) and END in last[0][1]
 
-    async def follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
-        """The response's events as bytes, from its log and as the log grows."""
-        (request_id,) = record.request_ids
-        fold = Fold(record, events)
-        yield fold.encode(events.opening(None))
-        position, last_id, backoff, spoken_at = 0, b"0-0", Backoff(), time.monotonic()
-        while not fold.is_over:
-            is_due = time.monotonic() - spoken_at >= self.ping_interval_s - self.wait_s
+    def follow(self, record: ResponseRecord, asked: Json, after: int = -1) -> AsyncIterator[bytes]:
+        """The response's events as bytes, those behind the event `after`, from its log and as the
+        log grows. All who follow it at once share one reader of the log. Raises Rejected (503)."""
+        if self.replays.get(record.response_id) is None and self.replays.is_full:
+            raise Rejected("too many long responses are followed at this gateway", status=503, retry_after_s=1, code="too_many_streams")
+        return self._follow(record, asked, after + 1)
+
+    async def _follow(self, record: ResponseRecord, asked: Json, place: int) -> AsyncIterator[bytes]:
+        """place: of the next event."""
+        replay = self.replays.get(record.response_id)
+        if replay is None:
+            replay = self.replays.followed[record.response_id] = Replay(record, asked)
+            replay.growing = asyncio.create_task(self._grow(replay))
+        replay.num_followers += 1
+        spoken_at = time.monotonic()
+        try:
+            while True:
+                if found := replay.encoded[place : place + PAGE]:
+                    place += len(found)
+                    yield b"".join(found)
+                    spoken_at = time.monotonic()
+                elif replay.failure is not None:
+                    raise replay.failure
+                elif replay.is_over:
+                    return
+                elif replay.interruption is not None or (self._is_draining and replay.has_caught_up):
+                    yield replay.interrupted(replay.interruption or draining(replay.record.response_id))
+                    return
+                elif time.monotonic() - spoken_at >= self.ping_interval_s:
+                    yield replay.events.ping
+                    spoken_at = time.monotonic()
+                else:
+                    await replay.change(max(0.0, min(self.wait_s, spoken_at + self.ping_interval_s - time.monotonic())))
+        finally:
+            replay.num_followers -= 1
+            if not replay.num_followers and replay.growing is not None:
+                self.replays.let_go(replay)
+                replay.growing.cancel()
+
+    async def _grow(self, replay: Replay) -> None:
+        """Read the log of one that is followed, as it grows."""
+        try:
+            await self._read_on(replay)
+        except Exception as error:  # the followers raise it
+            replay.failure = error
+        finally:
+            self.replays.let_go(replay)
+            replay.growing = None
+            if replay.is_over:
+                self.replays.keep(replay)
+            replay.tell()
+
+    async def _read_on(self, replay: Replay) -> None:
+        record, (request_id,) = replay.record, replay.record.request_ids
+        position, last_id, backoff, heard_at = 0, b"0-0", Backoff(), time.monotonic()
+        while not replay.is_over:
             try:
                 entries = await self._wait(request_id, last_id)
-                end, is_known = await self._state(record, last_id) if is_due and not entries else (None, True)
+                is_due = not entries and time.monotonic() - heard_at >= self.ping_interval_s - self.wait_s
+                end, is_known = await self._state(record, last_id) if is_due else (None, True)
             except (redis.RedisError, OSError) as error:
                 if not is_temporary(error):
                     raise
-                yield events.ping
                 await asyncio.sleep(backoff.failed(error))
                 continue
             backoff.succeeded()
-            if end is not None:
-                yield fold.encode(fold.add(end))
+            if not is_known:
+                replay.interruption = GONE
                 return
-            if not is_known or (self._is_draining and not entries):
-                yield fold.encode(events.interrupted(draining(record.response_id) if is_known else GONE))
-                return
-            for event in self._parse(request_id, entries, position):
-                position = event.position
-                await self._check_end(record, fold, event)
-                yield fold.encode(fold.add(event))
-            last_id = entries[-1][0] if entries else last_id
-            if not entries and is_due:
-                yield events.ping
+            events = [end] if end is not None else self._parse(request_id, entries, position)
+            await self._add(replay, events)
+            if entries:
+                position, last_id = events[-1].position, entries[-1][0]
             if entries or is_due:
-                spoken_at = time.monotonic()
+                heard_at = time.monotonic()
+            replay.has_caught_up = not entries
+            replay.tell()
 
     def drain(self) -> None:
         """End the streams that follow logs: another gateway can go on with them."""
@@ -245,6 +297,7 @@ class Store:
 
     async def delete(self, record: ResponseRecord) -> None:
         """Forget the response; one that runs is cancelled."""
+        self.replays.forget(record.response_id)
         await self.cancel(record)
         handed_back = await self._handed_back(record)
         with redis_errors_as_503():

@@ -16,6 +16,11 @@ MAX_BYTES = 20 << 20  # of its file
 Pillow.MAX_IMAGE_PIXELS = None  # ours is the bound, and is checked before anything is decoded
 
 
+def load_decoders() -> None:
+    """Before the first image: they would be imported in each of a helper's children."""
+    Pillow.init()
+
+
 def open_image(data: bytes) -> Any:
     """The first frame as a PIL image, upright, in RGB, on white where it is transparent. Raises Invalid."""
     if len(data) > MAX_BYTES:

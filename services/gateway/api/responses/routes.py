@@ -19,9 +19,13 @@ from services.requests.responses.conversation import with_conversation
 from services.requests.responses.events import ResponseEvents
 from services.requests.responses.prepare import prepare_response
 from services.requests.responses.schemas import ResponseBody
-from shared.process.errors import Invalid
+from shared.process.errors import Invalid, Rejected
 
 router = APIRouter(prefix="/v1/responses")
+
+
+def json_of(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 @router.post("", openapi_extra=takes(ResponseBody))
@@ -44,7 +48,7 @@ async def create(request: Request) -> Response:
             raise
         context.metrics.background.labels(record.served_model).inc()
         context.log_submitted(record, body.user, request.state.request_id)
-        return EventStream(context.store.follow(record, events), on_close=leave) if leave is not None else JSONResponse(events.whole())
+        return EventStream(context.store.follow(record, events.asked), on_close=leave) if leave is not None else JSONResponse(events.whole())
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests, content)
     context.log_submitted(record, body.user, request.state.request_id)
@@ -83,10 +87,17 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
         if not stream:
             if starting_after is not None:
                 raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
-            return JSONResponse((await context.store.read(record, stored)).whole())
-    events = ResponseEvents(record, stored.asked, after=-1 if starting_after is None else starting_after)
-    if record.is_background or await context.store.has_ended(record):
-        return EventStream(context.store.follow(record, events), on_close=context.reading.follow(record.tenant_id))
+            return json_of((await context.store.read(record, stored)).body())
+        has_ended = record.is_background or await context.store.has_ended(record)
+    after = -1 if starting_after is None else starting_after
+    if has_ended:
+        leave = context.reading.follow(record.tenant_id)
+        try:
+            return EventStream(context.store.follow(record, stored.asked, after), on_close=leave)
+        except Rejected:
+            leave()
+            raise
+    events = ResponseEvents(record, stored.asked, after=after)
     generation = await context.pipeline.resume(context.tenant, response_id, None, ("response",))
     return await TranslatedResponder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
 
@@ -103,7 +114,7 @@ async def cancel(response_id: str, request: Request) -> Response:
     if not record.is_background:
         raise Invalid("Only responses created with background=true can be cancelled: of others, close the connection.", param="response_id")
     await context.store.cancel(record)
-    return JSONResponse((await context.store.read(record, stored)).whole())
+    return json_of((await context.store.read(record, stored)).body())
 
 
 @router.delete("/{response_id}")

@@ -1,0 +1,83 @@
+"""Values between a process and its helpers: what msgpack has, tuples, arrays of numpy, and objects of
+the classes that the reader names.
+
+Reading them runs no code but the constructors of these classes, so a helper that was taken over can
+send a wrong value, and nothing worse. Pickle would run whatever it is told to.
+"""
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import msgpack
+from pydantic import BaseModel
+
+TUPLE, ARRAY, OBJECT = 1, 2, 3  # msgpack's extension types
+
+
+class Unreadable(Exception):
+    """Bytes that are no such value."""
+
+
+def pack(value: object) -> bytes:
+    """Raises ValueError for a value that is nested too deeply, TypeError for one that has no form."""
+    packed: bytes = msgpack.packb(value, default=_packed, strict_types=True)
+    return packed
+
+
+def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
+    """The value. classes: of the objects in it. Raises Unreadable."""
+    by_name = {name_of(each): each for each in classes}
+
+    def read(code: int, inner: bytes) -> Any:
+        found = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
+        if code == TUPLE:
+            return tuple(found)
+        if code == ARRAY:
+            import numpy as np
+
+            kind, shape, content = found
+            return np.frombuffer(content, np.dtype(kind)).reshape(shape)
+        name, state = found
+        return _object(by_name[name], state)
+
+    try:
+        return msgpack.unpackb(data, ext_hook=read, strict_map_key=False)
+    except Exception as error:  # whatever the bytes lead to: they come from a process that may be anybody's
+        raise Unreadable(f"{type(error).__name__}: {error}") from None
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _packed(value: Any) -> msgpack.ExtType:
+    if type(value) is tuple:
+        return msgpack.ExtType(TUPLE, pack(list(value)))
+    if hasattr(value, "dtype"):
+        return msgpack.ExtType(ARRAY, pack([value.dtype.str, list(value.shape), value.tobytes()]))
+    return msgpack.ExtType(OBJECT, pack([name_of(type(value)), _state(value)]))
+
+
+def _state(value: Any) -> Any:
+    """What makes the object again: a model's fields, else the arguments of its class."""
+    if isinstance(value, BaseModel):
+        return [value.__dict__, list(value.model_fields_set), value.__pydantic_private__]
+    if is_dataclass(value):
+        return [getattr(value, each.name) for each in fields(value)]
+    if hasattr(value, "__getnewargs__"):
+        return list(value.__getnewargs__())
+    raise TypeError(f"no form for a {type(value).__name__}")
+
+
+def _object(kind: Any, state: Any) -> Any:
+    if not issubclass(kind, BaseModel):
+        return kind(*state)
+    found, names, private = state
+    if not found.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
+        raise ValueError(f"fields that a {kind.__name__} has not")
+    made = kind.__new__(kind)
+    whole = {"__dict__": found, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
+    for name, each in whole.items():
+        object.__setattr__(made, name, each)
+    return made

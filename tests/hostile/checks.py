@@ -1,0 +1,81 @@
+"""`python -m tests.hostile.checks`: what 31 answers of one tenant, the checks of which would never end, do to another's answer.
+
+A part of `make verify SUITE=hostile`.
+"""
+
+import json
+import statistics
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from services.requests.grammars.answers import CHECK_TIMEOUT_S
+from services.requests.tenants.api_keys import add_key
+from tests.deployment import MODEL, Deployment
+from tests.hostile.cast import running
+from tests.waiting import wait_until
+
+COUNT = 31
+ROUNDS = 5
+MOST = 1.5  # times what the other's answer takes alone
+SLOW = {
+    "type": "object", "properties": {"a": {"type": "string", "pattern": "^a{40}!$"}}, "required": ["a"], "additionalProperties": False,
+    "not": {"properties": {"a": {"pattern": "^(a+)+$"}}},
+}  # fmt: skip
+LIST = {"type": "array", "items": {"enum": [f"item {number}" for number in range(9)]}, "minItems": 8, "maxItems": 8, "uniqueItems": True}
+
+
+def asked(client: httpx.Client, schema: Any, seen: threading.Semaphore | None = None) -> float:
+    """The time from the answer's last character to its end; without `seen`, from the asking on."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "response_format": form, "max_tokens": 300, "stream": True}
+    at, lines = time.monotonic(), []
+    with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        for line in reply.iter_lines():
+            if seen is not None and "!" in line:
+                at = time.monotonic()
+                seen.release()
+            lines.append(line)
+    ended_s = time.monotonic() - at
+    told = [json.loads(line[6:]) for line in lines if '"schema_errors"' in line]
+    assert len(told) == 1 or seen is None, lines[-3:]
+    return ended_s
+
+
+def checks(deployment: Deployment) -> list[str]:
+    """What is wrong, in words."""
+    slow, other = (
+        httpx.Client(base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120)
+        for key in [add_key(deployment.folder / "keys.json", name) for name in ("slow", "brief")]
+    )
+    wait_until(lambda: all(each.get("/v1/models").status_code == 200 for each in (slow, other)), description="the keys are known")
+    asked(other, LIST)
+    alone = statistics.median(asked(other, LIST) for _ in range(ROUNDS))
+    beside, held = [], []
+    for _ in range(ROUNDS):
+        seen = threading.Semaphore(0)
+        with ThreadPoolExecutor(COUNT) as pool:
+            answers = [pool.submit(asked, slow, SLOW, seen) for _ in range(COUNT)]
+            for _ in range(COUNT):
+                seen.acquire()
+            beside.append(asked(other, LIST))
+            held += [each.result() for each in answers]
+    times = ", ".join(f"{each:.2f}" for each in sorted(beside))
+    print(f"{COUNT} slow checks: another's answer takes {times} s, alone {alone:.2f}; each of the {COUNT} waits {max(held):.2f} s at most", flush=True)
+    faults = []
+    if statistics.median(beside) > MOST * alone:
+        faults.append(f"beside {COUNT} slow checks, another's answer takes {statistics.median(beside):.2f} s, alone {alone:.2f}")
+    if statistics.median(held) > CHECK_TIMEOUT_S + 1.0:
+        faults.append(f"an answer waits {statistics.median(held):.2f} s for its check")
+    return faults
+
+
+if __name__ == "__main__":
+    with running() as deployment:
+        faults = checks(deployment)
+    print(*faults, "checks " + ("FAILED" if faults else "passed"), sep="\n")
+    sys.exit(bool(faults))

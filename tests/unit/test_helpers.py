@@ -1,0 +1,177 @@
+"""Helper processes: what they may, what they see, and whose turn it is."""
+
+import asyncio
+import os
+import pickle
+import pwd
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from services.gateway import bodies
+from services.gateway.http.bodies import models, names_of
+from services.requests.bodies.content import Content, GivenImage
+from services.requests.bodies.parse import parse
+from services.requests.grammars import answers
+from services.requests.grammars.answers import AnswerChecker
+from services.requests.helpers.pool import SIZE, HelperFailed, HelperPool
+from services.requests.modules.schemas import PromptModulesBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
+from shared.process.errors import Invalid, Rejected
+from shared.process.plain import Unreadable, pack, unpack
+from shared.process.worker import QUESTION, REPLY, Outcome
+
+MODULE = "tests.unit.helper_of_tests"
+SLOW = '{"type": "string", "pattern": "^(a+)+$"}'
+
+
+def with_pool(use: Callable[[HelperPool], Awaitable[None]], within_s: float = 60.0) -> None:
+    async def run() -> None:
+        pool = HelperPool(MODULE, "testing", 64, within_s)
+        try:
+            await use(pool)
+        finally:
+            await pool.stop()
+
+    asyncio.run(run())
+
+
+def test_a_helper_knows_nothing_of_its_owner_and_may_do_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:secret@127.0.0.1")
+
+    async def use(pool: HelperPool) -> None:
+        async def ask(question: str) -> Any:
+            return await pool.ask("", question.encode(), limit_s=30)
+
+        seen = await ask("environment")
+        assert all(name.startswith(("PYTHON", "LD_", "DYLD_", "LC_", "OMP", "OPENBLAS")) for name in seen), seen.keys()
+        assert await ask("core") == (0, 0)
+        assert await ask("files 8") < 64
+        for question in (f"memory {128 << 20}", "files 100", "deadly"):
+            with pytest.raises(HelperFailed):
+                await ask(question)
+        assert await ask("look") == ["look"], "of what was asked before, it has seen nothing"
+
+    with_pool(use)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_helper_of_a_user_starts_no_process() -> None:
+    user = pwd.getpwnam("nobody").pw_uid
+    question = b"child"
+    asked = QUESTION.pack(30.0, len(question)) + question
+    with subprocess.Popen([sys.executable, "-m", MODULE, str(user)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(asked)
+        process.stdin.flush()
+        assert REPLY.unpack(process.stdout.read(REPLY.size))[0] == Outcome.DIED
+        process.stdin.close()
+        assert b"BlockingIOError" in process.stderr.read()
+
+
+def test_an_answer_is_read_without_running_code() -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("exit 1",)
+
+    for data in (pickle.dumps(Evil()), pack(Content(("a",))), b"", b"\xc1", pack([1]) + b"x"):
+        with pytest.raises(Unreadable):
+            unpack(data)
+    with pytest.raises(Unreadable):
+        unpack(pack(GivenImage("x")).replace(b"is_low", b"is_lax"), (Content,))
+
+    async def use(pool: HelperPool) -> None:
+        found: Any = await pool.ask("", b"arrays", limit_s=30)
+        assert found["b"] == (1, ("x", [None])) and (found["a"] == np.arange(6).reshape(2, 3)).all() and found["a"].dtype == np.int32
+        refusal = await pool.ask("", b"invalid", limit_s=30)
+        assert isinstance(refusal, Invalid) and (str(refusal), refusal.param, refusal.code, refusal.status) == ("no", "p", "c", 404)
+        assert await pool.ask("", b"forged", limit_s=30) == b"", "neither the pool's questions nor its answers are a child's"
+        assert await pool.ask("", b"look", limit_s=30) == ["look"]
+
+    with_pool(use)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (
+            ChatCompletionBody,
+            b'{"model":"m","beside":1,"messages":[{"role":"user","content":[{"type":"text","text":"a"},'
+            b'{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}],"more":2}],'
+            b'"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}},{"type":"web_search"}],"logit_bias":{"5":1}}',
+        ),
+        (CompletionBody, b'{"model":"m","prompt":[[1,2],[3]],"structured_outputs":{"regex":"a"}}'),
+        (PromptModulesBody, b'{"modules":[{"name":"a","text":"x"},{"union":[{"name":"b","text":"y"}]}]}'),
+    ],
+    ids=["chat", "completion", "modules"],
+)
+def test_a_body_comes_back_as_it_was_parsed(kind: Any, content: bytes) -> None:
+    body, classes = parse(kind, content), (*models(BaseModel), Content, GivenImage)
+    found = unpack(pack(bodies.answer(names_of(kind) + content)), classes)
+    assert type(found) is kind and found.model_fields_set == body.model_fields_set and found.passed_over == body.passed_over
+    assert repr(found) == repr(body) and repr(found.__pydantic_private__) == repr(body.__pydantic_private__)
+    if kind is ChatCompletionBody:
+        assert found.messages[0].content.parts == body.messages[0].content.parts
+        assert found.calling().forced() == body.calling().forced()
+
+
+def test_one_tenant_has_all_helpers_until_others_come() -> None:
+    async def use(pool: HelperPool) -> None:
+        both = [asyncio.create_task(pool.ask("", b"sleep 0.5", limit_s=30)) for _ in range(SIZE)]
+        while len([each for each in pool._running.values() if each.began_at]) < SIZE:
+            assert not any(task.done() for task in both)
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*both)
+
+    with_pool(use)
+
+
+def test_what_is_slow_gives_its_helper_back_and_still_ends() -> None:
+    async def use(pool: HelperPool) -> None:
+        slow = [asyncio.create_task(pool.ask(tenant, b"sleep 0.8", limit_s=30)) for tenant in "abcd"]
+        while len([each for each in pool._running.values() if each.began_at]) < SIZE:
+            await asyncio.sleep(0.01)
+        for _ in range(5):
+            await pool.ask("quick", b"look", limit_s=30)
+        assert not all(task.done() for task in slow)
+        await asyncio.gather(*slow)
+
+    with_pool(use)
+
+
+def test_the_time_counts_from_the_asking_on() -> None:
+    async def use(pool: HelperPool) -> None:
+        pool.begin_to_start()
+        await asyncio.gather(*pool._starting)
+        began = time.monotonic()
+        found = await asyncio.gather(*(pool.ask(f"{number}", b"sleep 60", limit_s=1.0) for number in range(20)), return_exceptions=True)
+        assert {type(each) for each in found} == {TimeoutError, Rejected}
+        assert time.monotonic() - began < 20, "not one after the other"
+        assert await pool.ask("", b"look", limit_s=1.0) == ["look"]
+
+    with_pool(use, within_s=1.0)
+
+
+def test_a_tenant_s_slow_checks_hold_no_other_s_answer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "CHECK_TIMEOUT_S", 20.0)  # for a machine that is busy; the order is what counts
+
+    async def run() -> None:
+        checker = AnswerChecker()
+        slow = [asyncio.create_task(checker.check("a", [("", SLOW)], f'"{"a" * 60}!"', [])) for _ in range(31)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            [problem] = await checker.check("b", [("", '{"uniqueItems": true}')], "[1, 1]", [])
+            assert problem["message"] == "uniqueItems does not hold" and not any(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert (await checker.check("b", [("", "{}")], "[" * 100_000, []))[0]["message"] == "not checked: it is nested too deeply"
+        await checker.helpers.stop()
+
+    asyncio.run(run())
