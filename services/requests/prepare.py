@@ -95,7 +95,7 @@ async def messages_for(context: RequestContext, messages: Sequence[Message], mod
     seen = next((number for number, message in enumerate(messages) if isinstance(message.content, Content)), None)
     if seen is None:
         return tuple(message.to_wire() for message in messages), {}
-    if not any(replica.takes_images for replica in context.registry.of("compute", model)):
+    if not sees(context, model):
         raise Invalid(f"the model {model} reads text only: images can't be understood", param=f"messages[{seen}].content", code="model_not_supported")
     await context.admission.charge_request(context.caller)
     return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
@@ -175,12 +175,18 @@ def with_model_defaults(context: RequestContext, body: GenerateBody, params: Sam
 
 def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
     """The makers' sampling defaults, by the names of SamplingParams."""
-    return next((replica.sampling for replica in context.registry.of("tokenizer", model)), {})
+    replica = newest(context, "tokenizer", model)
+    return replica.sampling if replica is not None else {}
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:
     replica = newest(context, "compute", model)
     return replica.fingerprint if replica is not None else ""
+
+
+def sees(context: RequestContext, model: str) -> bool:
+    """Whether the model reads images."""
+    return any(replica.takes_images for replica in context.registry.of("compute", model))
 
 
 def newest(context: RequestContext, stage: str, model: str) -> Replica | None:

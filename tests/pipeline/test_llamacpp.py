@@ -88,6 +88,7 @@ def test_the_template_is_applied_and_told(demo: Deployment) -> None:
     assert len(tokens) >= 4 and demo.post("/detokenize", {"model": MODEL, "tokens": tokens}).json()["content"] == prompt
     told = demo.get("/props").json()
     assert told["chat_template"] and told["model_alias"] == MODEL and told["total_slots"] >= 1
+    assert told["modalities"] == {"vision": False, "audio": False}
     assert told["default_generation_settings"]["n_ctx"] == demo.get(f"/v1/models/{MODEL}").json()["max_model_len"]
 
 

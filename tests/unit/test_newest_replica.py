@@ -12,12 +12,12 @@ from rich.console import Console
 from services.gateway import app
 from services.operator.status import Status, render
 from services.requests.files.storage import Storage
-from services.requests.prepare import fingerprint_of, parsers_of
+from services.requests.prepare import fingerprint_of, makers_sampling, parsers_of
 from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
 from shared.wire.replica import Replica
 
-OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"})
-NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"})
+OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"}, sampling={"temperature": 0.6})
+NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"}, sampling={"temperature": 0.15})
 OLD_COMPUTE = Replica("compute", "c-1", "host", 3, started_at=10.0, model="m", fingerprint="fp_old")
 NEW_COMPUTE = Replica("compute", "c-2", "host", 4, started_at=20.0, model="m", fingerprint="fp_new")
 
@@ -26,6 +26,7 @@ def test_the_newest_replica_speaks_for_its_stage_in_whatever_order_they_are_list
     for replicas in permutations([OLD, NEW, OLD_COMPUTE, NEW_COMPUTE]):
         context = SimpleNamespace(registry=Registry(replicas))
         assert parsers_of(context, "m") == ("mistral", "")  # type: ignore[arg-type]
+        assert makers_sampling(context, "m") == {"temperature": 0.15}  # type: ignore[arg-type]
         assert fingerprint_of(context, "m") == "fp_new"  # type: ignore[arg-type]
 
 

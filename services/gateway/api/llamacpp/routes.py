@@ -22,7 +22,7 @@ from services.requests.errors import RequestFailed
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.neutral.translate import name_of, own_terms
-from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
+from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules, sees
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import EncodingParams, RequestError
@@ -175,7 +175,7 @@ async def props(request: Request, model: str | None = None) -> Json:
         "chat_template": described["chat_template"] or "",
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": sees(context, name), "audio": False},
         "is_sleeping": False,
         "build_info": f"penstock {version('penstock')}",
     }
