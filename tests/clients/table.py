@@ -29,6 +29,8 @@ CLIENTS = (
     Client("openai_async", Here("openai"), packages.openai_async),
     Client("openai_responses", Here("openai"), packages.openai_responses),
     Client("anthropic", Here("anthropic"), packages.anthropic),
+    Client("anthropic-tools", OwnEnvironment("anthropic"), libraries.anthropic_tools, model="scripted", num_refused=2),
+    Client("anthropic-npm", Npm("@anthropic-ai/sdk"), libraries.anthropic_npm, model="scripted", num_refused=2),
     Client("ollama", Here("ollama"), packages.ollama),
     Client("langchain", Here("langchain-openai"), frameworks.langchain),
     Client("llama_index", Here("llama-index-llms-openai-like"), frameworks.llama_index),

@@ -103,6 +103,8 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
         ({"stop_sequences": ["x" * 1000]}, "stop_sequences"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"top_k": -5}, "top_k"),
+        ({"compaction": {"type": "summary"}}, "compaction"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
     ],
 )
 def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) -> None:
