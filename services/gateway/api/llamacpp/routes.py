@@ -173,6 +173,7 @@ async def props(request: Request, model: str | None = None) -> Json:
         "model_alias": name,
         "model_path": name,
         "chat_template": described["chat_template"] or "",
+        **{name: text for name, text in described.items() if name == "chat_template_tool_use"},
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
         "modalities": {"vision": sees(context, name), "audio": False},
