@@ -11,14 +11,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.tokenizer.answers import describe
-
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.template_features import OPENINGS, find_parsers, opened_thought, template_with_tools
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest, ToolCall
+from shared.wire.messages import ChatMessage, ChatOptions, ContentPart, GenerateRequest, TokenizedRequest, ToolCall
 from tests.stages.line_of_stages import FILES, MODEL, text_tokenizer
 from tests.stages.test_chat_template import Texts
 
@@ -80,6 +79,40 @@ def test_a_template_that_knows_of_no_tools_is_told_in_words() -> None:
     assert text.endswith(f"</><user>1 + 2?</><assistant>{call}</><user>{answers}</><assistant>")
     assert render(PLAIN, ASKED, tools=TOOLS.tools).startswith("<user>You may call functions")
     assert render(PLAIN, ASKED) == "<user>1 + 2?</><assistant>"
+
+
+# As Gemma's and Mistral's have it: the first counts all messages, the second neither calls nor what tools answer
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}</>{% endfor %}"
+)
+ALTERNATING_WITH_TOOLS = (
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}{% set at = namespace(number=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (at.number % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% set at.number = at.number + 1 %}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}{% endfor %}</>{% endfor %}"
+)
+MORE = ChatMessage("user", "And now?")
+
+
+def test_what_the_user_says_to_a_tool_s_answer_is_one_turn_with_it() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    answer = "<tool_response>\n3\n</tool_response>"
+    for template in (ALTERNATING, PLAIN):
+        text = render(template, ASKED, CALLED, ANSWERED, ANSWERED, MORE, CALLED, ANSWERED, add_generation_prompt=False)
+        assert text == f"<user>1 + 2?</><assistant>{call}</><user>{answer}\n{answer}\nAnd now?</><assistant>{call}</><user>{answer}</>"
+
+
+def test_a_template_that_wants_turns_to_alternate_gets_them() -> None:
+    assert render(ALTERNATING, ASKED, MORE) == "<user>1 + 2?\nAnd now?</>"
+    text = render(ALTERNATING_WITH_TOOLS, ASKED, MORE, CALLED, ANSWERED, MORE, tools=TOOLS.tools)
+    assert text.endswith("<user>1 + 2?\nAnd now?</><assistant>[TOOL_CALLS]add</><tool>3\nAnd now?</>"), text
+    thought = ChatMessage("assistant", "Well.", reasoning="hm")
+    assert render(ALTERNATING, ASKED, thought, ChatMessage("assistant", "3")).endswith("<assistant>hmWell.\n3</>")
+    parts = ChatMessage("user", "", parts=(ContentPart("Look."),))
+    assert render(ALTERNATING, ASKED, parts).count("'text'") == 6  # keys and values of three parts, the middle one a new line
+    refused = render(ALTERNATING, CALLED, ASKED)
+    assert isinstance(refused, Invalid) and "roles must alternate" in str(refused)
+    assert render(PLAIN, ASKED, MORE) == "<user>1 + 2?</><user>And now?</><assistant>"
 
 
 def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
