@@ -22,7 +22,7 @@ from services.requests.errors import RequestFailed
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.neutral.translate import name_of, own_terms
-from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules, sees
+from services.requests.prepare import embedder, prepare_chat, prepare_completion, refuse_modules, sees
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import EncodingParams, RequestError
@@ -120,7 +120,7 @@ class LlamaEmbeddings(EmbeddingResponder):
 async def embedding(request: Request) -> Response:
     """A vector of each text."""
     context, body = await context_of(request).read(request, LlamaEmbeddingBody)
-    model = context.resolve(body.model)
+    model, _ = embedder(context, body.model)
     asked = EmbeddingBody.model_construct(model=model, input=await one_piece_each(context, model, body.inputs), normalize=body.embd_normalize == 2)
     return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
 
