@@ -32,6 +32,8 @@ async def prepare_completion(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """Make the requests and the record of a completion, as `prepare_chat` of a chat. kind: of
     record.PREFIXES."""
+    if body.suffix:
+        raise Invalid("suffix is not available in batches: give a prompt with the model's own tokens for infilling", param="suffix")
     params, prompts, wanted, model = body.params(), body.prompt, body.constraint(), check(context, body)
     modules = await modules_for(context, body, model)
     prepared = await constraint_for(context, wanted)

@@ -59,7 +59,7 @@ def test_what_would_change_the_answer_is_refused_by_name(gateways: Deployment) -
     for path, field in (
         ("/v1/chat/completions", {"audio": {"voice": "alloy"}}),
         ("/v1/chat/completions", {"modalities": ["text", "audio"]}),
-        ("/v1/completions", {"suffix": "end"}),
+        ("/v1/completions", {"tools": [{}]}),
         ("/v1/chat/completions", {"mirostat": 2}),
     ):
         refused = gateways.post(path, ASKED[path] | field | {"tempratur": 1})

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
+from services.gateway.answering.infill import find_marks, infill_prompts
 from services.gateway.api.llamacpp.answers import LlamaResponder, generation_settings
-from services.gateway.api.llamacpp.infill import find_marks, infill_prompt
 from services.gateway.api.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
@@ -53,8 +53,11 @@ async def infill(request: Request) -> Response:
     """Write what stands between two pieces of code, with a model that was trained for it."""
     context, body = await context_of(request).read(request, InfillBody)
     model = context.resolve(body.model)
-    marks = await find_marks(context, model)
-    return await answer(context, request, body, model, [await infill_prompt(context, model, marks, body)])
+    if (marks := await find_marks(context, model)) is None:
+        raise RequestFailed(RequestError(f"{model} has no tokens for infilling: it was not trained for it", 501, "model", "model_not_supported"))
+    files = "".join(f"{each.filename}\n{each.text}\n" for each in body.input_extra)
+    prompts = await infill_prompts(context, model, marks, [body.input_prefix], body.input_suffix, files, body.prompt)
+    return await answer(context, request, body, model, [*prompts])
 
 
 async def answer(context: Context, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
