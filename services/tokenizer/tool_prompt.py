@@ -59,7 +59,7 @@ def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _goes_on(turn: list[dict[str, Any]], message: dict[str, Any]) -> bool:
-    before, role = turn[-1]["role"], message["role"]
+    before, role = str(turn[-1]["role"]), str(message["role"])
     return role == before in ("user", "assistant") or (role == "user" and before == "tool")
 
 

@@ -32,6 +32,10 @@ def anthropic_tools(url: str) -> None:
     run("anthropic", "anthropic_tools", url)
 
 
+def mistralai(url: str) -> None:
+    run("mistralai", "mistralai_fim", url)
+
+
 def anthropic_npm(url: str) -> None:
     run_node("anthropic", "anthropic.mjs", url)
 

@@ -63,5 +63,5 @@ def test_a_thread_that_is_asked_for_by_itself_is_refused_in_the_package_s_own_wo
     with anthropic.Anthropic(base_url=scripted.url(), api_key="none") as client:
         for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
             with pytest.raises(anthropic.BadRequestError) as refused:
-                client.beta.messages.create(**asked, thread=thread)  # type: ignore[arg-type]
-            assert refused.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}, refused.value.body  # type: ignore[index]
+                client.beta.messages.create(**asked, thread=thread)
+            assert refused.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}, refused.value.body
