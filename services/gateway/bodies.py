@@ -13,6 +13,7 @@ import orjson
 from services.gateway.api.batches.schemas import BatchBody
 from services.gateway.api.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
 from services.gateway.api.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
+from services.gateway.api.openai.fim import FimBody
 from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
 from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody, TextsBody
 from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
@@ -27,6 +28,7 @@ from shared.process.worker import run_worker
 BODIES: tuple[type[Body], ...] = (
     ChatCompletionBody,
     CompletionBody,
+    FimBody,
     TokenizeBody,
     ContentBody,
     DetokenizeBody,

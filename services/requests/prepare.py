@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from services.requests.admission.admission import served_names
 from services.requests.bodies.content import Content
 from services.requests.bodies.fields import MAX_SEQUENCES
+from services.requests.bodies.ignored import tell
 from services.requests.context import RequestContext
 from services.requests.modules.store import ModuleStore
 from services.requests.neutral.embeddings import EmbeddingBody
@@ -30,6 +32,8 @@ async def prepare_completion(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """Make the requests and the record of a completion, as `prepare_chat` of a chat. kind: of
     record.PREFIXES."""
+    if body.suffix:
+        raise Invalid("suffix is not available in batches: give a prompt with the model's own tokens for infilling", param="suffix")
     params, prompts, wanted, model = body.params(), body.prompt, body.constraint(), check(context, body)
     modules = await modules_for(context, body, model)
     prepared = await constraint_for(context, wanted)
@@ -60,9 +64,28 @@ async def prepare_completion(
 
 def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
     """The served model that the body names. Raises Rejected, Invalid."""
+    check_priority(context, body)
+    return context.resolve(body.model)
+
+
+def check_priority(context: RequestContext, body: GenerateBody | EmbeddingBody) -> None:
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
-    return context.resolve(body.model)
+
+
+def embedder(context: RequestContext, name: str) -> tuple[str, str]:
+    """The served model of embeddings that the client calls so, and what the answer calls it. Clients have names built in: where
+    one encoder is served, it answers to a name that no model has. Raises as RequestContext.resolve."""
+    try:
+        return context.resolve(name), name
+    except Invalid as unknown:
+        served = served_names(context.registry, context.tenant).values()
+        encoders = {replica.model for replica in served if replica.model is not None and replica.is_encoder and not replica.labels}
+        if unknown.code != "model_not_found" or len(encoders) != 1 or context.settings.strict_fields:
+            raise
+    tell("model")
+    model = context.resolve(encoders.pop())
+    return model, model
 
 
 async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Prepared | None:
@@ -95,7 +118,7 @@ async def messages_for(context: RequestContext, messages: Sequence[Message], mod
     seen = next((number for number, message in enumerate(messages) if isinstance(message.content, Content)), None)
     if seen is None:
         return tuple(message.to_wire() for message in messages), {}
-    if not any(replica.takes_images for replica in context.registry.of("compute", model)):
+    if not sees(context, model):
         raise Invalid(f"the model {model} reads text only: images can't be understood", param=f"messages[{seen}].content", code="model_not_supported")
     await context.admission.charge_request(context.caller)
     return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
@@ -175,12 +198,18 @@ def with_model_defaults(context: RequestContext, body: GenerateBody, params: Sam
 
 def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
     """The makers' sampling defaults, by the names of SamplingParams."""
-    return next((replica.sampling for replica in context.registry.of("tokenizer", model)), {})
+    replica = newest(context, "tokenizer", model)
+    return replica.sampling if replica is not None else {}
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:
     replica = newest(context, "compute", model)
     return replica.fingerprint if replica is not None else ""
+
+
+def sees(context: RequestContext, model: str) -> bool:
+    """Whether the model reads images."""
+    return any(replica.takes_images for replica in context.registry.of("compute", model))
 
 
 def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
@@ -210,11 +239,12 @@ def prepare_embeddings(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """Make the requests and the record of a list of inputs, as `prepare_chat` of a chat. kind: of
     record.PREFIXES."""
-    model = check(context, body)
+    check_priority(context, body)
+    model, name = embedder(context, body.model)
     prompts = body.prompts(may_bring_template=context.settings.trust_request_chat_template)
     if len(prompts) > (most := context.settings.max_requests):
         raise Invalid(f"at most {most} inputs in one request here, got {len(prompts)}", param="input")
-    record = make_record(kind, body.model, model, mark=context.mark, num_prompts=len(prompts), **others)
+    record = make_record(kind, name, model, mark=context.mark, num_prompts=len(prompts), **others)
     now = time.time()
     scheduling = SchedulingParams(body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt)
     requests = [

@@ -49,8 +49,11 @@ def rendered_prompt(prompt: str) -> Answer:
 def describe(tokenizer: Any, model: str, max_model_len: int, eos_token_ids: tuple[int, ...]) -> Answer:
     """tokenizer: of transformers; what its files say of it, but for paths."""
     said = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PRIVATE}
+    templates = getattr(tokenizer, "chat_template", None)
+    named = templates if isinstance(templates, dict) else {"default": templates}
     own = {
         "model": model, "tokenizer_class": type(tokenizer).__name__, "vocab_size": len(tokenizer), "max_model_len": max_model_len,
-        "eos_token_ids": list(eos_token_ids), "chat_template": getattr(tokenizer, "chat_template", None),
+        "eos_token_ids": list(eos_token_ids), "chat_template": named.get("default"),
+        **({"chat_template_tool_use": named["tool_use"]} if "tool_use" in named else {}),
     }  # fmt: skip
     return Answer(json.dumps(said | own, default=str))

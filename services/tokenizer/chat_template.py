@@ -8,7 +8,7 @@ import sys
 import weakref
 from typing import Any
 
-from services.tokenizer.template_features import find_parsers
+from services.tokenizer.template_features import find_parsers, template_with_tools
 from services.tokenizer.template_worker import frame_of, read_frame
 from shared.model.json_text import read_json
 from shared.process.errors import Invalid, StartupError
@@ -47,6 +47,7 @@ class ChatTemplate:
             self._template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
         except ValueError as error:
             raise StartupError(f"the model's chat template can't be chosen: {error}") from None
+        self._with_tools = template_with_tools(tokenizer.chat_template, self._template) if self._template else ""
         self._special_tokens = dict(tokenizer.special_tokens_map) if self._template else {}
         self._is_quick = is_quick
         self._worker: _Worker | None = None
@@ -54,7 +55,7 @@ class ChatTemplate:
 
     def parsers(self, tool_calls: str, reasoning: str) -> dict[str, str]:
         """How the model writes calls and thoughts: find_parsers' words."""
-        return find_parsers(self._template, tool_calls, reasoning)
+        return find_parsers(self._template, tool_calls, reasoning, self._with_tools)
 
     def start(self) -> None:
         """Start the worker, which compiles the template: one that is broken is found now, and the
@@ -111,7 +112,7 @@ class ChatTemplate:
             "tools": tools,
             "documents": documents,
             "kwargs": kwargs or {},
-            "chat_template": options.chat_template,
+            "chat_template": options.chat_template or (self._with_tools if tools and self._with_tools != self._template else ""),
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
         })  # fmt: skip

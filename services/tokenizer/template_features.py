@@ -35,17 +35,26 @@ OPENINGS: Mapping[str, tuple[str, str]] = {  # how each begins a thought and end
 }  # fmt: skip
 
 
-def find_parsers(template: str | None, tool_calls: str, reasoning: str) -> dict[str, str]:
-    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what
-    the template says.
+def template_with_tools(templates: Any, default: str) -> str:
+    """The template of a request with tools, of the tokenizer's named ones (a text: it has one): `tool_use`, as in
+    transformers, unless only in the default's form calls can be read."""
+    named = templates.get("tool_use") if isinstance(templates, dict) else None
+    return named if named and (_calls_of(named) or not _calls_of(default)) else default
 
-    A template that does not know of tools is told of them in Hermes' form (tool_prompt.py), so its
-    model answers in that.
-    """
+
+def _calls_of(template: str) -> str:
+    """The form of calls. A template that does not know of tools is told of them in Hermes' form (tool_prompt.py), so its model
+    answers in that."""
+    return _first(TOOL_CALLS, template) or ("hermes" if not knows(template, "tools") else "")
+
+
+def find_parsers(template: str | None, tool_calls: str, reasoning: str, with_tools: str | None = None) -> dict[str, str]:
+    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what the template says. with_tools:
+    the template of requests with tools, if it is another."""
     if template is None:
         return {}
     found = {
-        "tool_calls": (_first(TOOL_CALLS, template) or ("hermes" if not knows(template, "tools") else "")) if tool_calls == "auto" else tool_calls,
+        "tool_calls": _calls_of(with_tools or template) if tool_calls == "auto" else tool_calls,
         "reasoning": _first(REASONING, template) if reasoning == "auto" else reasoning,
     }
     if "harmony" in found.values():  # one parser for both

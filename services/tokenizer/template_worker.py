@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from services.tokenizer.template_features import knows, wants_parts
-from services.tokenizer.tool_prompt import explain_tools, spell_calls
+from services.tokenizer.tool_prompt import explain_tools, in_turns, spell_calls
 
 FRAME = struct.Struct("<Q")  # length of the JSON
 MAX_CHARACTERS = 32 << 20  # of a text; a body's text has 32 MiB at most
@@ -124,6 +124,15 @@ def render(template: str, special_tokens: dict[str, str], conversation: dict[str
         "documents": conversation["documents"], "add_generation_prompt": conversation["add_generation_prompt"],
         "continue_final_message": conversation["continue_final_message"], **special_tokens, **conversation["kwargs"],
     }  # fmt: skip
+    rendered = _with_its_arguments(template, messages, tools, options)
+    if "error" in rendered and len(turns := in_turns(messages)) < len(messages):
+        alternating = _with_its_arguments(template, turns, tools, options)
+        rendered = alternating if "text" in alternating else rendered
+    return rendered
+
+
+def _with_its_arguments(template: str, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> dict[str, str]:
+    """The conversation with the arguments of calls as the template wants them: as objects, or as text."""
     rendered = _render(template, messages, tools, options)
     if _wants_arguments_as_text(rendered, messages):
         spelt = _render(template, [_with_spelt_arguments(message) for message in messages], tools, options)

@@ -28,10 +28,25 @@ def run(package: str, program: str, *arguments: str) -> None:
     subprocess.run([str(python), "-m", f"tests.clients.programs.{program}", *arguments], check=True)
 
 
+def anthropic_tools(url: str) -> None:
+    run("anthropic", "anthropic_tools", url)
+
+
+def mistralai(url: str) -> None:
+    run("mistralai", "mistralai_fim", url)
+
+
+def anthropic_npm(url: str) -> None:
+    run_node("anthropic", "anthropic.mjs", url)
+
+
 def ai(url: str) -> None:
-    """Node looks for packages beside the program."""
+    run_node("Vercel's ai", "ai.mjs", url)
+
+
+def run_node(section: str, program: str, url: str) -> None:
+    """section: of docs/start/clients.md, whose lines come before the program's. Node looks for packages beside it."""
     Path("node_modules").symlink_to(NPM / "node_modules")
-    program = Path(__file__).parent / "programs" / "ai.mjs"
-    Path("check.mjs").write_text(block("Vercel's ai", "js", url, MODEL) + program.read_text())
-    told = json.dumps({"question": QUESTION, "report": REPORT, "weather": WEATHER})
+    Path("check.mjs").write_text(block(section, "js", url, MODEL) + (Path(__file__).parent / "programs" / program).read_text())
+    told = json.dumps({"model": MODEL, "question": QUESTION, "report": REPORT, "weather": WEATHER})
     subprocess.run(["node", "check.mjs", told], check=True, env=os.environ | {"PATH": search_path()})

@@ -14,6 +14,7 @@ SECRET = "CLIENTS_SECRET"  # the variable with the word that an agent writes, an
 QUESTION = "How is the weather in Paris?"
 WEATHER = "It rains."  # what the tool says
 REPORT = "In Paris: rains"  # and what the model makes of it
+OTHERWISE = "Understood."  # what it says to all else
 
 
 def task_of(agent: str) -> str:
@@ -33,7 +34,7 @@ def make_script(folders: dict[str, Path]) -> str:
         for agent, folder in folders.items()
     ]
     weather = [{"call": "get_weather", "arguments": {"place": "Paris"}}, {"say": "In Paris: {found}"}]
-    return json.dumps({"tasks": [*tasks, {"phrase": QUESTION, "turns": weather, "find": "rains"}], "otherwise": "Understood."})
+    return json.dumps({"tasks": [*tasks, {"phrase": QUESTION, "turns": weather, "find": "rains"}], "otherwise": OTHERWISE})
 
 
 def calls(agent: str, file: Path, text: str) -> list[dict[str, Any]]:

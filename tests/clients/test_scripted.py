@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import anthropic
+import pytest
+
 from tests.clients.conftest import SECRET
 from tests.clients.scripted.pipeline import MODEL
 from tests.deployment import Deployment
@@ -35,3 +38,30 @@ def test_sampling_changes_nothing_of_what_the_script_says(scripted: Deployment) 
 def test_an_answer_is_cut_at_max_tokens(scripted: Deployment) -> None:
     choice = scripted.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=2).choices[0]
     assert choice.finish_reason == "length" and "Understood.".startswith(choice.message.content or "-")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_anthropic_s_tool_runner_sends_the_question_again_with_the_tool_s_answer(scripted: Deployment, streams: bool) -> None:
+    """Its default is to send what is new alone, and to leave the conversation to the server, until a server says that it keeps none."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def read(path: str) -> str:
+        """Read a file."""
+        asked.append(path)
+        return f"The file: {SECRET}"
+
+    question: Any = [{"role": "user", "content": "Read the file, please."}]
+    with anthropic.Anthropic(base_url=scripted.url(), api_key="none") as client:
+        runner: Any = client.beta.messages.tool_runner(model=MODEL, max_tokens=100, tools=[read], messages=question, stream=streams)
+        final = runner.until_done()
+    assert asked == ["a.txt"] and final.content[0].text == f"It says {SECRET}."
+
+
+def test_a_thread_that_is_asked_for_by_itself_is_refused_in_the_package_s_own_words(scripted: Deployment) -> None:
+    asked: Any = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
+    with anthropic.Anthropic(base_url=scripted.url(), api_key="none") as client:
+        for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                client.beta.messages.create(**asked, thread=thread)
+            assert refused.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}, refused.value.body

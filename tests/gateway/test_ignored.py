@@ -59,7 +59,7 @@ def test_what_would_change_the_answer_is_refused_by_name(gateways: Deployment) -
     for path, field in (
         ("/v1/chat/completions", {"audio": {"voice": "alloy"}}),
         ("/v1/chat/completions", {"modalities": ["text", "audio"]}),
-        ("/v1/completions", {"suffix": "end"}),
+        ("/v1/completions", {"tools": [{}]}),
         ("/v1/chat/completions", {"mirostat": 2}),
     ):
         refused = gateways.post(path, ASKED[path] | field | {"tempratur": 1})
@@ -70,8 +70,8 @@ def test_what_would_change_the_answer_is_refused_by_name(gateways: Deployment) -
 def test_strict_fields_refuses_what_would_be_passed_over(deployment: Deployment, own: Backstage) -> None:
     start_gateways(deployment, strict_fields=True)
     for path, body in ASKED.items():
-        refused = deployment.post(path, body | {"tempratur": 1, "thread": 2, "metadata": None})
-        assert refused.status_code == 400 and "unknown or unsupported field: tempratur; unknown or unsupported field: thread" in refused.text
+        refused = deployment.post(path, body | {"tempratur": 1, "mood": 2, "metadata": None})
+        assert refused.status_code == 400 and "unknown or unsupported field: tempratur; unknown or unsupported field: mood" in refused.text
     chat = deployment.post("/v1/chat/completions", ASKED["/v1/chat/completions"] | {"tempratur": 1})
     assert (chat.json()["error"]["param"], chat.json()["error"]["code"]) == ("tempratur", "unknown_parameter")
     assert deployment.post("/v1/embeddings", {"model": NAME, "input": "x", "nonsense": 1}).status_code == 400

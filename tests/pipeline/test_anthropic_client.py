@@ -114,6 +114,9 @@ def test_a_system_prompt_and_a_conversation_are_the_chat_s(demo: Deployment, cli
     same = demo.client().chat.completions.create(model=MODEL, messages=chat, temperature=0, max_tokens=8)
     assert reply.content[0].text == same.choices[0].message.content
     counted = client.messages.count_tokens(model=MODEL, messages=messages, system="Be brief.")
+    turns = [{"role": "user", "content": text} for text in ("One.", "Two.")]
+    joined = [{"role": "user", "content": "One.\n\nTwo."}]
+    assert client.messages.count_tokens(model=MODEL, messages=turns) == client.messages.count_tokens(model=MODEL, messages=joined)
     assert counted.input_tokens == same.usage.prompt_tokens == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
 
 

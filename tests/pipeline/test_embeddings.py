@@ -121,6 +121,10 @@ def test_an_encoder_makes_embeddings_and_no_text(deployment: Deployment, tmp_pat
     assert np.array_equal(np.float32(of_ollama), np.float32(cut))
     assert deployment.post("/api/embed", too_long | {"truncate": False}).status_code == 400
     assert deployment.post("/api/show", {"model": "encoder"}).json()["capabilities"] == ["embedding"], "by which front ends choose"
+    by_another_name = deployment.post("/v1/embeddings", {"model": "GPT-4", "input": texts[1]})  # which clients have built in
+    assert (by_another_name.json()["model"], by_another_name.headers["X-Penstock-Ignored"]) == ("encoder", "model")
+    assert by_another_name.json()["data"][0]["embedding"] == deployment.post("/embedding", {"model": "GPT-4", "content": texts[1]}).json()[0]["embedding"][0]
+    assert deployment.post("/v1/completions", {"model": "GPT-4", "prompt": "w1"}).status_code == 404
     for wrong, code in (({"input": "w1 " * 47}, "context_length_exceeded"), ({"prompt": "w1", "max_tokens": 3}, "model_not_supported")):
         path = "/v1/embeddings" if "input" in wrong else "/v1/completions"
         refused = deployment.post(path, {"model": "encoder"} | wrong)

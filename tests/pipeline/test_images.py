@@ -115,6 +115,7 @@ def test_every_api_sees_the_same(seeing: Deployment) -> None:
     assert told.prompt_eval_count == num_tokens  # the image stands before the text
     tokens = seeing.post("/tokenize", {"model": NAME, "messages": given["messages"]}).json()
     assert tokens["count"] == num_tokens
+    assert seeing.get("/props").json()["modalities"] == {"vision": True, "audio": False}
 
 
 def test_the_terminal_sends_images_too(seeing: Deployment, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_the_template_is_applied_and_told(demo: Deployment) -> None:
     assert len(tokens) >= 4 and demo.post("/detokenize", {"model": MODEL, "tokens": tokens}).json()["content"] == prompt
     told = demo.get("/props").json()
     assert told["chat_template"] and told["model_alias"] == MODEL and told["total_slots"] >= 1
+    assert told["modalities"] == {"vision": False, "audio": False}
     assert told["default_generation_settings"]["n_ctx"] == demo.get(f"/v1/models/{MODEL}").json()["max_model_len"]
 
 
@@ -111,6 +112,8 @@ def test_embeddings_and_the_lists_without_v1(demo: Deployment) -> None:
         ("/completion", {"prompt": "a", "mirostat": 2}, 400, "mirostat"),
         ("/completion", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, 501, "model"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/v1/fim/completions", {"prompt": "a"}, 400, "suffix"),
     ],
 )
 def test_what_is_wrong_is_named_as_llamacpps_clients_know_it(path: str, body: dict[str, Any], status: int, param: str, demo: Deployment) -> None:

@@ -260,7 +260,7 @@ CHECKS = [
 
 REFUSED = [
     Refusal("`prompt_embeds`", OF_TEXT, COMPLETION | {"prompt_embeds": "x"}, 400, lambda it: is_error(it, "prompt_embeds")),
-    Refusal("`suffix`", OF_TEXT, COMPLETION | {"suffix": "x"}, 400, lambda it: is_error(it, "suffix")),
+    Refusal("`suffix` where the model has no tokens for infilling", OF_TEXT, COMPLETION | {"suffix": "x"}, 400, lambda it: is_error(it, "suffix")),
     Refusal("audio", OF_CHAT,
             CHAT | {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]}, 400,
             lambda it: it["error"]["param"] == "messages[0].content[0].type"),

@@ -1,19 +1,23 @@
 """Conversations with tools, thoughts and documents, through chat templates built like those of the families; and what a template says of its model."""
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from services.tokenizer.answers import describe
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.encoder import Encoder
-from services.tokenizer.template_features import OPENINGS, find_parsers, opened_thought
+from services.tokenizer.template_features import OPENINGS, find_parsers, opened_thought, template_with_tools
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest, ToolCall
+from shared.wire.messages import ChatMessage, ChatOptions, ContentPart, GenerateRequest, TokenizedRequest, ToolCall
 from tests.stages.line_of_stages import FILES, MODEL, text_tokenizer
 from tests.stages.test_chat_template import Texts
 
@@ -29,6 +33,7 @@ HERMES = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": %s}</tool_call>{% endfor %}</>{% endfor %}'
 )
+TOLD = f"<tools>{json.dumps([TOOL])}</tools><user>1 + 2?</>"
 AS_OBJECT, AS_TEXT, AS_TEXT_ADDED = (
     HERMES.replace("%s", how) for how in ("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}", "{{ '' + c.function.arguments }}")
 )
@@ -76,6 +81,40 @@ def test_a_template_that_knows_of_no_tools_is_told_in_words() -> None:
     assert render(PLAIN, ASKED) == "<user>1 + 2?</><assistant>"
 
 
+# As Gemma's and Mistral's have it: the first counts all messages, the second neither calls nor what tools answer
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}</>{% endfor %}"
+)
+ALTERNATING_WITH_TOOLS = (
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}{% set at = namespace(number=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (at.number % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% set at.number = at.number + 1 %}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}{% endfor %}</>{% endfor %}"
+)
+MORE = ChatMessage("user", "And now?")
+
+
+def test_what_the_user_says_to_a_tool_s_answer_is_one_turn_with_it() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    answer = "<tool_response>\n3\n</tool_response>"
+    for template in (ALTERNATING, PLAIN):
+        text = render(template, ASKED, CALLED, ANSWERED, ANSWERED, MORE, CALLED, ANSWERED, add_generation_prompt=False)
+        assert text == f"<user>1 + 2?</><assistant>{call}</><user>{answer}\n{answer}\nAnd now?</><assistant>{call}</><user>{answer}</>"
+
+
+def test_a_template_that_wants_turns_to_alternate_gets_them() -> None:
+    assert render(ALTERNATING, ASKED, MORE) == "<user>1 + 2?\nAnd now?</>"
+    text = render(ALTERNATING_WITH_TOOLS, ASKED, MORE, CALLED, ANSWERED, MORE, tools=TOOLS.tools)
+    assert text.endswith("<user>1 + 2?\nAnd now?</><assistant>[TOOL_CALLS]add</><tool>3\nAnd now?</>"), text
+    thought = ChatMessage("assistant", "Well.", reasoning="hm")
+    assert render(ALTERNATING, ASKED, thought, ChatMessage("assistant", "3")).endswith("<assistant>hmWell.\n3</>")
+    parts = ChatMessage("user", "", parts=(ContentPart("Look."),))
+    assert render(ALTERNATING, ASKED, parts).count("'text'") == 6  # keys and values of three parts, the middle one a new line
+    refused = render(ALTERNATING, CALLED, ASKED)
+    assert isinstance(refused, Invalid) and "roles must alternate" in str(refused)
+    assert render(PLAIN, ASKED, MORE) == "<user>1 + 2?</><user>And now?</><assistant>"
+
+
 def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
     said = ChatMessage("developer", "Be brief.")
     assert render(PLAIN, said, ASKED) == "<system>Be brief.</><user>1 + 2?</><assistant>"
@@ -99,6 +138,46 @@ def test_a_template_has_what_the_request_brings() -> None:
     assert isinstance(broken, Invalid) and broken.status == 400
     assert render(PLAIN, ASKED, add_generation_prompt=False) == "<user>1 + 2?</>"
     assert render(PLAIN, ASKED, ChatMessage("assistant", "It is "), add_generation_prompt=False, continue_final_message=True).endswith("<assistant>It is ")
+
+
+TOOL_USE = HERMES.replace("%s", "{{ c.function.arguments | tojson }}")  # as Hermes 2 Pro has beside a plain one
+
+
+def named_in_the_config(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = [{"name": "default", "template": PLAIN}, {"name": "rag", "template": "rag"}, {"name": "tool_use", "template": TOOL_USE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": templates}))
+
+
+def named_in_files(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "additional_chat_templates").mkdir()
+    for name, template in (("tool_use", TOOL_USE), ("rag", "rag")):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template)
+
+
+@pytest.mark.parametrize("put", [named_in_the_config, named_in_files])
+def test_a_template_named_tool_use_is_that_of_requests_with_tools(put: Callable[[Path], None], tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FILES.folder / name, tmp_path)
+    put(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    template = ChatTemplate(tokenizer)
+    [plain, told, choosing_none] = template.render([(ASKED,)] * 3, [ChatOptions(), TOOLS, ChatOptions(documents="[]")])
+    messages = [{"role": "user", "content": "1 + 2?"}]
+    assert plain == choosing_none == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<user>1 + 2?</><assistant>"
+    assert told == tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True) == TOLD
+    assert template.parsers("auto", "auto") == {"tool_calls": "hermes"}
+    described = json.loads(describe(tokenizer, MODEL, 1, ()).text)
+    assert (described["chat_template"], described["chat_template_tool_use"]) == (PLAIN, TOOL_USE)
+
+
+def test_a_tool_use_template_whose_calls_can_not_be_read_is_not_taken_for_one_whose_can() -> None:
+    unknown = "{{ tools }} in a form of its own"
+    assert template_with_tools({"default": PLAIN, "tool_use": unknown}, PLAIN) == PLAIN
+    assert template_with_tools({"default": unknown, "tool_use": unknown + "!"}, unknown) == unknown + "!"
+    assert template_with_tools({"default": PLAIN, "tool_use": "[TOOL_CALLS]{{ tools }}"}, PLAIN) == "[TOOL_CALLS]{{ tools }}"
+    assert find_parsers(PLAIN + "<think></think>", "auto", "auto", "[TOOL_CALLS]{{ tools }}") == {"tool_calls": "mistral", "reasoning": "qwen3"}
 
 
 # The words by which the families' templates are known; the rest of them says nothing here.

@@ -92,6 +92,29 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
     ]
 
 
+def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    seen = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    assert read_messages([
+        {"role": "user", "content": "One."}, {"role": "user", "content": [{"type": "text", "text": "Two."}]}, {"role": "user", "content": ""},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]}, {"role": "assistant", "content": "Well."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}, {"type": "text", "text": "So?"}]},
+        {"role": "user", "content": [seen]},
+        {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Now."},
+    ]) == [
+        (0, {"role": "user", "content": "One.\n\nTwo."}),
+        (3, {"role": "assistant", "content": "Well.", "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        ]}),
+        (6, {"role": "tool", "tool_call_id": "c", "content": "3"}),
+        (6, {"role": "user", "content": [
+            {"type": "text", "text": "So?"}, {"type": "text", "text": "\n\n"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+        ]}),
+        (8, {"role": "system", "content": "Be brief."}), (9, {"role": "system", "content": "Now."}),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -103,6 +126,8 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
         ({"stop_sequences": ["x" * 1000]}, "stop_sequences"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"top_k": -5}, "top_k"),
+        ({"compaction": {"type": "summary"}}, "compaction"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
     ],
 )
 def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) -> None:

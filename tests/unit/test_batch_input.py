@@ -1,5 +1,6 @@
 """A batch's input in blocks: all lines in order, and no more in a block than its answers may take of memory."""
 
+import asyncio
 import codecs
 import json
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from services.jobs.asking import ask_completion
 from services.jobs.input import check_input, read_block, read_index, weight_of
 from services.jobs.output import answered
 from services.requests.batches.store import Totals
 from services.requests.files.storage import Storage
+from shared.process.errors import Invalid
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,9 @@ def test_an_answer_is_one_line_however_lines_are_split() -> None:
     line = answered("key", "custom\u2028id", 200, body, Totals(completed=1)).line
     assert len(line.decode().splitlines()) == 1
     assert json.loads(line)["response"]["body"] == body and json.loads(line)["custom_id"] == "custom\u2028id"
+
+
+def test_a_line_has_no_suffix() -> None:
+    """The prompt of an infill needs the tokenizer, which a batch's worker does not ask."""
+    with pytest.raises(Invalid, match="not available in batches"):
+        asyncio.run(ask_completion(None, {"model": "m", "prompt": "a", "suffix": "b"}, "", 0))  # type: ignore[arg-type]

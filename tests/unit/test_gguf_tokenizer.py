@@ -63,7 +63,10 @@ def sentencepiece(add_prefix: bool) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(trained))
 
 
-def to_gguf(tokenizer: Tokenizer, path: Path, *, pre: str, scores: bool = False, **flags: bool) -> GgufHead:
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
+
+
+def to_gguf(tokenizer: Tokenizer, path: Path, *, pre: str, scores: bool = False, template: Any = TEMPLATE, **flags: bool) -> GgufHead:
     """A file with the tokenizer's metadata only."""
     state = json.loads(tokenizer.to_str())
     tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
@@ -82,7 +85,7 @@ def to_gguf(tokenizer: Tokenizer, path: Path, *, pre: str, scores: bool = False,
         getattr(writer, f"add_{name}_token_id")(number)
     for name, flag in flags.items():
         getattr(writer, f"add_{name}")(flag)
-    writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
+    writer.add_chat_template(template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -165,6 +168,18 @@ def test_transformers_reads_the_same_and_renders_the_template(tmp_path: Path) ->
         assert read(text)["input_ids"] == made.encode(text).ids == [1, *made.encode(text, add_special_tokens=False).ids]
     assert read.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<|im_start|>Hi"
     assert (read.bos_token, read.eos_token, read.unk_token) == tuple(SPECIALS[number] for number in (1, 2, 0))
+
+
+def test_templates_that_have_names_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    head = to_gguf(byte_level("smollm"), tmp_path / "model.gguf", pre="smollm", template=named)
+    for name, content in (("tokenizer", make_tokenizer(head)), ("tokenizer_config", make_tokenizer_config(head)), ("config", {"model_type": "llama"})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    read, tool = AutoTokenizer.from_pretrained(tmp_path), {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    assert read.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<|im_start|>Hi"
+    assert read.apply_chat_template([{"role": "user", "content": "Hi"}], tools=[tool], tokenize=False) == "add"
 
 
 def test_added_tokens_are_found_whole_and_bos_is_where_the_file_wants_it(tmp_path: Path) -> None:

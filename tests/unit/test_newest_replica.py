@@ -5,19 +5,23 @@ import shutil
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from services.gateway import app
 from services.operator.status import Status, render
+from services.requests.admission.admission import Admission
 from services.requests.files.storage import Storage
-from services.requests.prepare import fingerprint_of, parsers_of
+from services.requests.prepare import embedder, fingerprint_of, makers_sampling, parsers_of
+from services.requests.tenants.tenant import EVERYBODY
+from shared.process.errors import Invalid
 from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
 from shared.wire.replica import Replica
 
-OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"})
-NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"})
+OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"}, sampling={"temperature": 0.6})
+NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"}, sampling={"temperature": 0.15})
 OLD_COMPUTE = Replica("compute", "c-1", "host", 3, started_at=10.0, model="m", fingerprint="fp_old")
 NEW_COMPUTE = Replica("compute", "c-2", "host", 4, started_at=20.0, model="m", fingerprint="fp_new")
 
@@ -26,7 +30,37 @@ def test_the_newest_replica_speaks_for_its_stage_in_whatever_order_they_are_list
     for replicas in permutations([OLD, NEW, OLD_COMPUTE, NEW_COMPUTE]):
         context = SimpleNamespace(registry=Registry(replicas))
         assert parsers_of(context, "m") == ("mistral", "")  # type: ignore[arg-type]
+        assert makers_sampling(context, "m") == {"temperature": 0.15}  # type: ignore[arg-type]
         assert fingerprint_of(context, "m") == "fp_new"  # type: ignore[arg-type]
+
+
+def encoder(name: str, **more: Any) -> list[Replica]:
+    others = [Replica(stage, f"{name}-{stage}", "host", 1, started_at=1.0, model=name) for stage in ("tokenizer", "sampler")]
+    return [*others, Replica("compute", f"{name}-compute", "host", 1, started_at=1.0, model=name, is_encoder=True, **more)]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "is_strict", "found"),
+    [
+        (encoder("bge"), False, ("bge", "bge")),
+        ([*encoder("bge"), *encoder("reranker", labels=("0",))], False, ("bge", "bge")),
+        (encoder("bge", aliases=("GPT-4",)), False, ("bge", "GPT-4")),
+        ([*encoder("bge"), *encoder("GPT-4")], False, ("GPT-4", "GPT-4")),
+        ([*encoder("bge"), *encoder("e5")], False, None),
+        (encoder("reranker", labels=("0",)), False, None),
+        (encoder("bge"), True, None),
+    ],
+)
+def test_the_one_encoder_answers_to_a_name_that_no_model_has(replicas: list[Replica], is_strict: bool, found: tuple[str, str] | None) -> None:
+    registry, settings = Registry(tuple(replicas)), SimpleNamespace(strict_fields=is_strict)
+    admission = Admission(SimpleNamespace(registry=registry), None, settings)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(registry=registry, settings=settings, tenant=EVERYBODY, resolve=lambda name: admission.resolve(name, EVERYBODY))
+    if found is not None:
+        assert embedder(context, "GPT-4") == found
+        return
+    with pytest.raises(Invalid) as refused:
+        embedder(context, "GPT-4")
+    assert refused.value.code == "model_not_found"
 
 
 def test_health_warns_of_replicas_that_would_answer_differently() -> None:

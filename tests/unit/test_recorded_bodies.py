@@ -125,6 +125,28 @@ def test_required_where_only_a_server_s_tools_are_left_is_refused_in_each_api() 
     assert left_out.calling().tools == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "param", "named"),
+    [
+        ("chat", {"tools": [{"type": "mcp", "server_label": "x", "server_url": "https://x/mcp"}]}, "tools[0]", "mcp"),
+        ("message", {"mcp_servers": [{"type": "url", "url": "https://x/mcp", "name": "x"}]}, "mcp_servers", "mcp"),
+        ("message", {"tools": [{"name": "f", "input_schema": {}}, {"type": "mcp_toolset", "mcp_server_name": "x"}]}, "tools[1]", "mcp_toolset"),
+    ],
+)
+def test_a_tool_of_the_client_s_own_that_a_server_would_run_is_refused(kind: str, more: dict[str, Any], param: str, named: str) -> None:
+    with pytest.raises(Invalid, match=rf"runs no tools of the type {named}:") as refused:
+        chat_of(kind, {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} | more).calling()
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("tool", [{"type": "mcp", "server_label": "x"}, {"type": "file_search", "vector_store_ids": ["vs_1"]}])
+def test_so_it_is_in_a_response_and_in_a_namespace(tool: dict[str, Any]) -> None:
+    for tools, param in (([tool], "tools[0]"), ([{"type": "namespace", "name": "n", "tools": [tool]}], "tools[0].tools[0]")):
+        with pytest.raises(Invalid, match=f"type {tool['type']}") as refused:
+            response_chat(codex(tools=tools), [])
+        assert refused.value.param == param
+
+
 def test_a_wrong_tool_is_named_by_its_place_in_the_request() -> None:
     wrong = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": 3}]}]
     with pytest.raises(Invalid) as response:

@@ -15,7 +15,7 @@ from services.gateway.http.errors import speaks_anthropic
 from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.context import RequestContext
 from services.requests.neutral.schemas import MAX_MESSAGES
-from services.requests.prepare import makers_sampling
+from services.requests.prepare import makers_sampling, sees
 from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from shared.wire.replica import Replica
 
@@ -51,12 +51,11 @@ async def get_model(model: str, request: Request) -> dict[str, Any]:
 def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]:
     """A model in OpenAI's list; `root` is its own name, `sampling` what a request gets that says
     nothing, `input_modalities` what it reads, `meta` llama.cpp's, and `permission` vLLM's."""
-    sees = any(each.takes_images for each in context.registry.of("compute", replica.model or ""))
     return {
         "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
         "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
         "sampling": SAMPLING | makers_sampling(context, replica.model or ""), "meta": replica.sizes or None,
-        "input_modalities": ["text", "image"] if sees else ["text"],
+        "input_modalities": ["text", "image"] if sees(context, replica.model or "") else ["text"],
         "permission": [{"id": f"modelperm-{name}", "object": "model_permission", "created": int(replica.started_at)} | PERMISSION],
     }  # fmt: skip
 

@@ -54,7 +54,7 @@ def error_response(
 ) -> JSONResponse:
     """An error in the shape of the API that the request belongs to."""
     if speaks_anthropic(scope):
-        body = error_of(status, message)
+        body = error_of(status, message, code)
     else:
         make = llama_error if speaks_llama(scope) else error_body
         body = {"error": message} if scope["path"].startswith("/api/") else make(status, message, param, code)

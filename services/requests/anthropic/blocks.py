@@ -1,6 +1,7 @@
 """Messages of Anthropic's API, which are lists of blocks, as messages of a chat. Checked in time
 linear in their length; the first wrong block is named."""
 
+from itertools import groupby
 from typing import Any
 
 import orjson
@@ -46,12 +47,32 @@ def read_system(value: Any) -> str | None:
 
 def read_messages(value: Any) -> list[tuple[int, Json]]:
     """The chat's messages, each with the number of the message that it comes from: an answer of a
-    tool is a message of its own there."""
+    tool is a message of its own there, and messages of one role that follow each other are one turn."""
     if not isinstance(value, list):
         raise at("", f"expected a list of messages, got {kind_of(value)}")
     if not 0 < len(value) <= MAX_MESSAGES:
         raise at("", f"expected 1 to {MAX_MESSAGES} messages, got {len(value)}")
-    return [(number, each) for number, message in enumerate(value) for each in _read_message(message, f"[{number}]")]
+    found = [(number, each) for number, message in enumerate(value) for each in _read_message(message, f"[{number}]")]
+    turns: list[tuple[int, Json]] = []
+    for role, group in groupby(found, key=lambda each: each[1]["role"]):
+        same = list(group)
+        turns += [(same[0][0], _as_one([message for _, message in same]))] if role in ("user", "assistant") else same
+    return turns
+
+
+def _as_one(messages: list[Json]) -> Json:
+    """Messages of one role, with an empty line between their texts."""
+    if len(messages) == 1:
+        return messages[0]
+    contents = [message["content"] for message in messages if message["content"]]
+    one: Json = {"role": messages[0]["role"], "content": "\n\n".join(each for each in contents if isinstance(each, str))}
+    if not all(isinstance(each, str) for each in contents):
+        lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
+        one["content"] = [part for number, each in enumerate(lists) for part in ([{"type": "text", "text": "\n\n"}, *each] if number else each)]
+    if thoughts := [message["reasoning_content"] for message in messages if "reasoning_content" in message]:
+        one["reasoning_content"] = "\n\n".join(thoughts)
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return one | {"tool_calls": calls} if calls else one
 
 
 def _read_message(value: Any, path: str) -> list[Json]:

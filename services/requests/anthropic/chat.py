@@ -1,10 +1,12 @@
 """The chat that a request of Anthropic's API is."""
 
 from services.requests.anthropic.blocks import Json
+from services.requests.anthropic.errors import NO_THREADS
 from services.requests.anthropic.schemas import CountTokensBody, MessagesBody, OutputConfig
 from services.requests.bodies.fields import shortened
 from services.requests.bodies.ignored import pass_over
 from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.neutral.tools import pass_over_hosted, refuse_server_tool
 from services.requests.neutral.translate import make_chat, thinking_kwargs
 from shared.process.errors import Invalid
 
@@ -20,6 +22,7 @@ NAME_HERE = {
 
 def chat_of(body: CountTokensBody) -> ChatCompletionBody:
     """Raises Invalid, in Anthropic's terms."""
+    _refuse_what_is_kept_elsewhere(body)
     system = [] if body.system is None else [{"role": "system", "content": body.system}]
     choice = body.tool_choice or {}
     config = body.output_config or OutputConfig()
@@ -48,10 +51,20 @@ def chat_of(body: CountTokensBody) -> ChatCompletionBody:
     return make_chat(given, NAME_HERE, place_of, places.__getitem__)
 
 
+def _refuse_what_is_kept_elsewhere(body: CountTokensBody) -> None:
+    """Refuse a conversation that the server is to hold, and tools that it is to fetch: the answer would be to another question."""
+    if body.thread is not None and "type" not in body.thread:
+        pass_over("thread")
+    elif body.thread is not None:
+        raise Invalid("thread: this server keeps no conversations: send all messages, without thread", param="thread", code=NO_THREADS)
+    if body.mcp_servers:
+        refuse_server_tool("mcp_servers", "mcp")
+
+
 def _chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
     """The tools that the client runs, and where each stands; those that Anthropic's servers run are
     passed over. Raises Invalid with --strict-fields."""
-    pass_over(*(f"tools[{number}]" for number, tool in enumerate(tools) if is_hosted(tool)))
+    pass_over_hosted({f"tools[{number}]": tool.get("type") for number, tool in enumerate(tools) if is_hosted(tool)})
     kept = [(f"tools[{number}]", tool) for number, tool in enumerate(tools) if not is_hosted(tool)]
     for place, tool in kept:
         pass_over(*(f"{place}.{shortened(key)}" for key, value in tool.items() if key not in TOOL_FIELDS and value is not None))

@@ -7,7 +7,11 @@ TYPES = {
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
+NO_THREADS = "thread_unsupported_request"
+DETAILED = (NO_THREADS,)  # codes of Anthropic's own, on which its packages act
 
-def error_of(status: int, message: str) -> dict[str, Any]:
+
+def error_of(status: int, message: str, code: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code}} if code in DETAILED else {}
+    return {"type": "error", "error": {"type": kind, "message": message} | details}

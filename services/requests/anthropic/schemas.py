@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.anthropic.blocks import MESSAGES_SCHEMA, SYSTEM_SCHEMA, Json, read_messages, read_system
-from services.requests.bodies.body import ANYTHING, Body
+from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
 from services.requests.bodies.fields import MAX_NAME, at_most
 from services.requests.neutral.schemas import MAX_USER, description_of
 from shared.model.sampling_params import MAX_STOP_STRINGS
@@ -29,7 +29,7 @@ class OutputConfig(Body):
 
 
 class CountTokensBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+    neutral: ClassVar[Table] = {
         "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ANYTHING, "speed": ("standard",), "metadata": ANYTHING,
     }  # fmt: skip
 
@@ -46,9 +46,13 @@ class CountTokensBody(Body):
     tool_choice: Json | None = Field(None, description="of type auto, any, tool (with name) or none; disable_parallel_tool_use: at most one call")
     thinking: Thinking | None = Field(None, description="whether the model thinks first; see Thinking")
     output_config: OutputConfig | None = Field(None, description="what the answer must match, and how hard to think; see OutputConfig")
+    thread: Json | None = Field(None, description="of type create or continue: refused, no conversation is kept here; Anthropic's packages then send it whole")
+    mcp_servers: list[Any] | None = Field(None, description="refused, unless empty: the client runs its tools itself")
 
 
 class MessagesBody(CountTokensBody):
+    neutral: ClassVar[Table] = CountTokensBody.neutral | {"compaction": REFUSED}  # which asks for a summary instead of an answer
+
     max_tokens: int = Field(ge=1, description=description_of("max_tokens"))
     stop_sequences: Annotated[list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description=description_of("stop"))
     stream: bool = Field(False, description="send the answer as it comes, as Anthropic's events")

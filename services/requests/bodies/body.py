@@ -48,7 +48,7 @@ OF_REQUESTS: Table = {name: values for name, values in OF_OTHER_SERVERS.items() 
 }  # fmt: skip
 OF_CHATS: Table = {name: values for name, values in OF_REQUESTS.items() if name != "prediction"} | {"prompt": REFUSED, "suffix": REFUSED}
 OF_COMPLETIONS: Table = OF_REQUESTS | {
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "messages": REFUSED, "parallel_tool_calls": (True, False), "suffix": REFUSED,
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "messages": REFUSED, "parallel_tool_calls": (True, False),
     "tool_choice": ("none", "auto"), "tools": REFUSED, "verbosity": ("medium",),
 }  # fmt: skip
 OF_MESSAGES: Table = {

@@ -381,6 +381,7 @@ class CompletionBody(GenerateBody):
     neutral = OF_COMPLETIONS
 
     prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(description="a text, token ids, or lists of them")
+    suffix: str | None = Field(None, description="the text behind the gap that the answer fills, for models with tokens for infilling; not in batches")
     logprobs: int | None = Field(None, description="logprobs of each token, and of so many of the likeliest at each position")
     echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
 

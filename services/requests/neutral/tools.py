@@ -2,9 +2,9 @@
 the answer must match, and how it is parsed."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
@@ -25,6 +25,9 @@ MAX_FORCED_CALLS = 16  # in an answer that has to call
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}  # a custom tool's function
+# Types of tools that a server would run, and without which the answer is to another question: others, such as web_search,
+# are added by agents of themselves
+OF_THE_CLIENTS_OWN = ("mcp", "mcp_toolset", "file_search")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -76,7 +79,7 @@ class CustomTool(Body):
 
 class HostedTool(BaseModel):
     """A tool that OpenAI's servers run, and none here: web_search and the like. The model is not
-    told of it, and the answer's header names it."""
+    told of it, and the answer's header names it; those that bring what is the client's own are refused."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -260,9 +263,23 @@ def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:
     return found
 
 
+def pass_over_hosted(kinds: Mapping[str, Any]) -> None:
+    """Pass over tools that another API's servers run; of each, by its place in the body, its type. Raises Invalid for one
+    that brings data or programs of the client's own, and for any with --strict-fields."""
+    for place, kind in kinds.items():
+        if kind in OF_THE_CLIENTS_OWN:
+            refuse_server_tool(place, str(kind))
+    pass_over(*kinds)
+
+
+def refuse_server_tool(place: str, kind: str) -> NoReturn:
+    reason = f"{place}: this server runs no tools of the type {kind}: give the model functions, and run them in the client"
+    raise Invalid(reason, param=place)
+
+
 def without_hosted(tools: Sequence[Tool | CustomTool | HostedTool]) -> tuple[Tool | CustomTool, ...]:
-    """The tools that the client runs. Raises Invalid for the others with --strict-fields."""
-    pass_over(*(f"tools[{number}]" for number, tool in enumerate(tools) if isinstance(tool, HostedTool)))
+    """The tools that the client runs. Raises Invalid as pass_over_hosted."""
+    pass_over_hosted({f"tools[{number}]": tool.type for number, tool in enumerate(tools) if isinstance(tool, HostedTool)})
     return tuple(tool for tool in tools if not isinstance(tool, HostedTool))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.requests.bodies.fields import kind_of, shortened
 from services.requests.bodies.ignored import pass_over
+from services.requests.neutral.tools import pass_over_hosted
 from shared.process.errors import Invalid
 
 Json = dict[str, Any]
@@ -72,7 +73,7 @@ def _add(found: ChatTools, tool: Json, place: str, namespace: str | None) -> Non
     if not isinstance(kind, str):
         raise Invalid(f"{place}.type: expected a text, got {kind_of(kind)}", param=f"{place}.type")
     if kind not in OWN:
-        return pass_over(place)
+        return pass_over_hosted({place: kind})
     own = {key: each for key, each in tool.items() if key != "type" and each is not None}
     if namespace and isinstance(own.get("name"), str):
         own["name"] = chat_name(own["name"], namespace)

@@ -21,6 +21,7 @@ MAX_MERGES = 1 << 20  # real vocabularies of 262,144 tokens have some 580,000; e
 # characters of all merges together; twice as many merges as 262,144 tokens, of 8 characters, are 4
 # million
 MAX_MERGED = 1 << 25
+NAMED = "tokenizer.chat_template."  # before the name of a template that has one
 # Phi-3's other special tokens swallow the white space behind them
 WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -95,7 +96,8 @@ def make_tokenizer(head: GgufHead) -> dict[str, Any]:
 
 
 def make_tokenizer_config(head: GgufHead) -> dict[str, Any]:
-    """The file's tokenizer_config.json: special tokens, and the chat template if there is one."""
+    """The file's tokenizer_config.json: special tokens, and the chat template if there is one, with those that have names of
+    their own."""
     tokens = head.items("tokenizer.ggml.tokens", str)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -103,7 +105,10 @@ def make_tokenizer_config(head: GgufHead) -> dict[str, Any]:
         if isinstance(number, int) and 0 <= number < len(tokens):
             config[f"{name}_token"] = tokens[number]
     if "tokenizer.chat_template" in head.metadata:
-        config["chat_template"] = head.text("tokenizer.chat_template")
+        named = {key.removeprefix(NAMED): value for key, value in head.metadata.items() if key.startswith(NAMED) and isinstance(value, str)}
+        default = head.text("tokenizer.chat_template")
+        texts = {"default": default} | named
+        config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()] if named else default
     return config
 
 

@@ -18,10 +18,12 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from services.compute.tools.make_model import SHAPES, tensor_sizes, write_config
 from services.compute.tools.out_folder import open_out_folder, write_model
+from shared.model.files import DEMO_MODEL
 from tests.clients.scripted.script import Message, Script
 
 MAX_MODEL_LEN = 262_144  # an agent's first request is some 60,000 tokens of the demo's small vocabulary
 UNLIKELY = -1e4
+MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")  # tokens for infilling, behind the demo's own
 TEMPLATE = """\
 {%- if tools -%}
 {{ '<|system|><tools>' }}
@@ -100,7 +102,7 @@ class ScriptedModel:
 def follow(script: Script, tokenizer: Tokenizer) -> Callable[[np.ndarray], int]:
     """A function of a conversation's tokens: the next token of the script's answer to it, or the end."""
     special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-    role_by_token_id = {special[f"<|{role}|>"]: role for role in ("system", "user", "assistant")}
+    role_by_token_id = {special[f"<|{role}|>"]: role for role in ("system", "user", "assistant")} | {special[MARKS[-1]]: "assistant"}
     end = special["<|end|>"]
 
     @lru_cache(maxsize=64)
@@ -126,7 +128,11 @@ def follow(script: Script, tokenizer: Tokenizer) -> Callable[[np.ndarray], int]:
 
 def make_model(out: Path) -> None:
     """A checkpoint's folder for it: the demo's tokenizer, a long window, a template that knows tools. The weights are read by nobody."""
-    shape = replace(SHAPES["tiny"], max_position_embeddings=MAX_MODEL_LEN)
+    tiny = SHAPES["tiny"]
+    shape = replace(tiny, max_position_embeddings=MAX_MODEL_LEN, vocab_size=tiny.vocab_size + len(MARKS))
     open_out_folder(out, force=True)
     write_model(out, {name: torch.zeros(size) for name, size in tensor_sizes(shape)}, lambda: write_config(out, shape, "float32"))
     (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens([*MARKS])
+    tokenizer.save(str(out / "tokenizer.json"))

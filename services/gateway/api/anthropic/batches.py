@@ -177,7 +177,8 @@ def result_of(line: Json) -> Json:
         return {"custom_id": line["custom_id"], "result": {"type": kind}}
     if response["status_code"] == 200:
         return {"custom_id": line["custom_id"], "result": {"type": "succeeded", "message": response["body"]}}
-    told = error_of(response["status_code"], response["body"]["error"]["message"]) | {"request_id": response["request_id"]}
+    failure = response["body"]["error"]
+    told = error_of(response["status_code"], failure["message"], failure.get("code")) | {"request_id": response["request_id"]}
     return {"custom_id": line["custom_id"], "result": {"type": "errored", "error": told}}
 
 

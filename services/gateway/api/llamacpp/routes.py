@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
+from services.gateway.answering.infill import find_marks, infill_prompts
 from services.gateway.api.llamacpp.answers import LlamaResponder, generation_settings
-from services.gateway.api.llamacpp.infill import find_marks, infill_prompt
 from services.gateway.api.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
@@ -22,7 +22,7 @@ from services.requests.errors import RequestFailed
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.neutral.translate import name_of, own_terms
-from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
+from services.requests.prepare import embedder, prepare_chat, prepare_completion, refuse_modules, sees
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import EncodingParams, RequestError
@@ -53,8 +53,11 @@ async def infill(request: Request) -> Response:
     """Write what stands between two pieces of code, with a model that was trained for it."""
     context, body = await context_of(request).read(request, InfillBody)
     model = context.resolve(body.model)
-    marks = await find_marks(context, model)
-    return await answer(context, request, body, model, [await infill_prompt(context, model, marks, body)])
+    if (marks := await find_marks(context, model)) is None:
+        raise RequestFailed(RequestError(f"{model} has no tokens for infilling: it was not trained for it", 501, "model", "model_not_supported"))
+    files = "".join(f"{each.filename}\n{each.text}\n" for each in body.input_extra)
+    prompts = await infill_prompts(context, model, marks, [body.input_prefix], body.input_suffix, files, body.prompt)
+    return await answer(context, request, body, model, [*prompts])
 
 
 async def answer(context: Context, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
@@ -120,7 +123,7 @@ class LlamaEmbeddings(EmbeddingResponder):
 async def embedding(request: Request) -> Response:
     """A vector of each text."""
     context, body = await context_of(request).read(request, LlamaEmbeddingBody)
-    model = context.resolve(body.model)
+    model, _ = embedder(context, body.model)
     asked = EmbeddingBody.model_construct(model=model, input=await one_piece_each(context, model, body.inputs), normalize=body.embd_normalize == 2)
     return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
 
@@ -173,9 +176,10 @@ async def props(request: Request, model: str | None = None) -> Json:
         "model_alias": name,
         "model_path": name,
         "chat_template": described["chat_template"] or "",
+        **{name: text for name, text in described.items() if name == "chat_template_tool_use"},
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": sees(context, name), "audio": False},
         "is_sleeping": False,
         "build_info": f"penstock {version('penstock')}",
     }

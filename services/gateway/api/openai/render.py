@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from services.gateway.answering.ask import ask_each
+from services.gateway.answering.infill import infilled
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
@@ -35,7 +36,7 @@ async def render_completion(request: Request) -> list[Json]:
     """The tokens of each prompt, and the sampling parameters."""
     context, body = await context_of(request).read(request, CompletionBody)
     refuse_modules(body)
-    record, requests = await prepare_completion(context, body, context.stage.replica_id)
+    record, requests = await prepare_completion(context, await infilled(context, body), context.stage.replica_id)
     return await render(context, body, record, requests[:: record.n])
 
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 import orjson
 from fastapi import APIRouter, Header, Request, Response
 
+from services.gateway.answering.infill import infilled
 from services.gateway.answering.responder import Responder
 from services.gateway.answering.token_count import count_tokens
 from services.gateway.api.openai.beams import check_beams, search_prompt
+from services.gateway.api.openai.fim import FimBody
 from services.gateway.context import Context, context_of
 from services.gateway.http.disconnect import unless_gone
 from services.gateway.http.docs import takes
@@ -53,8 +55,17 @@ async def completions(request: Request) -> Response:
 
 async def answer_completion(context: Context, body: CompletionBody, request: Request) -> Response:
     """Submit prompts, and answer them."""
-    record, requests = await prepare_completion(context, body, context.stage.replica_id)
+    record, requests = await prepare_completion(context, await infilled(context, body), context.stage.replica_id)
     return await respond(context, body, record, requests, request)
+
+
+@router.post("/v1/fim/completions", openapi_extra=takes(FimBody))
+async def fim_completions(request: Request) -> Response:
+    """Write what stands between a prompt and a suffix, as Mistral's API has it: the answer has the form of a chat's."""
+    context, body = await context_of(request).read(request, FimBody)
+    asked = await infilled(context, body, is_asked=True)
+    record, requests = await prepare_completion(context, asked, context.stage.replica_id, kind="chat.completion")
+    return await respond(context, asked, record, requests, request)
 
 
 @router.get("/v1/streams/{response_id}")
