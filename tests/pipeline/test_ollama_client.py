@@ -58,6 +58,31 @@ def test_options_are_the_chat_s(demo: Deployment, client: ollama.Client) -> None
     assert stopped.message.content == ANSWER.partition("pipeline of")[0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 2, "top_p": 0}, {"temperature": 2, "top_p": -1}, {"temperature": -1, "min_p": -1, "top_k": -7, "repeat_penalty": 0},
+        {"temperature": 0, "num_predict": 900.0, "seed": 7.0, "num_ctx": 2048.0},
+    ],
+)  # fmt: skip
+def test_numbers_mean_what_they_mean_to_ollama(client: ollama.Client, options: dict[str, Any]) -> None:
+    assert client.chat(model=MODEL, messages=QUESTION, options=options).message.content == ANSWER
+
+
+def test_a_template_of_ollama_s_is_passed_over_and_named(demo: Deployment) -> None:
+    reply = demo.post("/api/generate", {"model": MODEL, "prompt": "What is Penstock?", "template": "{{ .Prompt }}", "stream": False, "options": GREEDY})
+    assert reply.json()["response"] == ANSWER and "template" in reply.headers["X-Penstock-Ignored"].split(", ")
+
+
+@pytest.mark.parametrize("nothing", ["", []])
+def test_vectors_of_nothing_are_none(demo: Deployment, client: ollama.Client, nothing: Any) -> None:
+    assert client.embed(model=MODEL, input=nothing).embeddings == []
+    assert demo.post("/api/embeddings", {"model": MODEL, "prompt": ""}).json() == {"embedding": []}
+    with pytest.raises(ollama.ResponseError) as refused:
+        client.embed(model="none", input=nothing)
+    assert refused.value.status_code == 404
+
+
 def test_the_async_client_gets_the_same(demo: Deployment) -> None:
     async def run() -> str:
         async with ollama.AsyncClient(host=demo.url(), trust_env=False) as client:
