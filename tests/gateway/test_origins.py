@@ -74,7 +74,7 @@ THIS_MACHINE = ("http://localhost:3000", "https://localhost", "http://127.0.0.1:
 
 
 def status_of(url: str, origin: str, **headers: str) -> int:
-    """What a page of this origin gets that asks for the models. It may read the answer where it gets one."""
+    """Ask for the models as a page of this origin. It may read the answer unless it is refused."""
     answer = httpx.get(url + "/v1/models", headers=headers | {"Origin": origin, "Sec-Fetch-Site": "cross-site"}, timeout=60, trust_env=False)
     assert (answer.headers.get("access-control-allow-origin") == origin) == (answer.status_code != 403)
     preflight = httpx.options(

@@ -12,6 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
+from services.gateway.api.ollama.routes import rounded
 from services.gateway.api.ollama.schemas import read_messages
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.test_openai_client import ANSWER
@@ -112,11 +113,27 @@ def test_models_are_listed_and_shown(demo: Deployment, client: ollama.Client) ->
     assert listed.model == running.model == MODEL
     assert listed.digest == running.digest and re.fullmatch("[0-9a-f]{64}", listed.digest or ""), "Ollama's command line fails at less"
     shown = client.show(MODEL)
-    assert shown.modelinfo["penstock.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
+    meta = demo.get("/v1/models").json()["data"][0]["meta"]
+    assert listed.size == running.size == meta["size"] > 100_000
+    for details in (listed.details, running.details, shown.details):
+        assert details is not None and (details.family, details.families, details.format, details.quantization_level) == (
+            "llama",
+            ["llama"],
+            "safetensors",
+            "BF16",
+        )
+        assert details.parameter_size == rounded(meta["n_params"])
+    assert (shown.modelinfo["general.architecture"], shown.modelinfo["general.parameter_count"]) == ("llama", meta["n_params"])
+    assert shown.modelinfo["llama.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
     assert demo.post("/api/show", {"model": "", "name": MODEL}).json() == demo.post("/api/show", {"model": MODEL}).json(), "as older clients say it"
     assert demo.post("/api/show", {"model": ""}).json() == demo.post("/api/show", {"model": MODEL}).json(), "the only one"
     assert demo.get("/api/version").json()["version"]
     assert client.generate(model=MODEL).done_reason == "load"
+
+
+@pytest.mark.parametrize(("count", "words"), [(7_241_732_096, "7.2B"), (134_515_008, "134.52M"), (81_000, "81K"), (7, "7")])
+def test_parameters_are_counted_in_ollama_s_words(count: int, words: str) -> None:
+    assert rounded(count) == words
 
 
 def test_embeddings_are_openai_s(demo: Deployment, client: ollama.Client) -> None:
