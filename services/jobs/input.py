@@ -10,27 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import orjson
 
-from services.requests.bodies.fields import kind_of, shortened
+from services.requests.batches.lines import MAX_LINES, Line, read_line
+from services.requests.bodies.fields import shortened
 from services.requests.files.storage import Storage
 from shared.process.errors import Invalid
 
 BLOCK_LINES = 100
 BLOCK_WEIGHT = 512  # of its lines together: their answers are held until all are there
-MAX_LINES = 50_000
 MAX_ERRORS = 50  # that are told of one file
-MAX_CUSTOM_ID = 512
 FOLDERS = "batches"
-FIELDS = ("custom_id", "method", "url", "body")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One request of a batch."""
-
-    custom_id: str
-    body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +65,6 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
     if not errors:
         keep(storage, batch_id, [lines[custom_id] for custom_id in sorted(lines)])
     return Checked(len(lines), next(iter(models)) if len(models) == 1 else "", errors)
-
-
-def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
-    """Raises Invalid for what is no request, but for what the endpoint itself makes of the body."""
-    if len(text) > max_bytes:
-        raise Invalid(f"the line has {len(text)} bytes, at most {max_bytes} are taken", code="line_too_long")
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise Invalid(f"the line is not JSON: {error}", code="invalid_json_line") from None
-    if not isinstance(value, dict):
-        raise Invalid(f"a line must be a JSON object, got {kind_of(value)}", code="invalid_json_line")
-    custom_id, body = value.get("custom_id"), value.get("body")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
-        raise Invalid(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id")
-    if unknown := next((name for name in value if name not in FIELDS), None):
-        raise Invalid(f"unknown or unsupported field: {shortened(unknown)}", param=shortened(unknown), code="unknown_parameter")
-    if value.get("method") != "POST":
-        raise Invalid("method must be POST", param="method", code="invalid_method")
-    if value.get("url") != endpoint:
-        raise Invalid(f"url must be the batch's endpoint, {endpoint}", param="url", code="mismatched_endpoint")
-    if not isinstance(body, dict):
-        raise Invalid(f"body must be an object, got {kind_of(body)}", param="body", code="invalid_body")
-    if not isinstance(body.get("model"), str):
-        raise Invalid("body.model must name a model", param="body.model", code="missing_required_parameter")
-    return Line(custom_id, body)
 
 
 def weight_of(body: dict[str, Any]) -> int:
