@@ -17,7 +17,7 @@ PATHS = re.compile(r": '[^']*'( -> '[^']*')?$")
 
 
 def words_of(error: BaseException) -> str:
-    """What went wrong, in one line of words: without the number, and without the path, which the
+    """Say what went wrong, in one line of words: without the number, and without the path, which the
     sentence around it names."""
     text = next(iter(str(error).strip().splitlines()), "")
     return (PATHS.sub("", NUMBER.sub("", text)) if NUMBER.match(text) else text) or type(error).__name__

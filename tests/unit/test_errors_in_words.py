@@ -1,4 +1,4 @@
-"""What an operating system refuses is told in a line of words: no number, no traceback, and the path once."""
+"""A refusal of the operating system is told in a line of words: no number, no traceback, and the path once."""
 
 import errno
 import os
