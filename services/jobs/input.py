@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from services.requests.batches.lines import MAX_LINES, Line, read_line
-from services.requests.bodies.fields import shortened
+from services.requests.bodies.fields import shortened, whole
 from services.requests.files.storage import Storage
 from shared.process.errors import Invalid
 
@@ -72,7 +72,7 @@ def weight_of(body: dict[str, Any]) -> int:
     tokens. By a body that is not checked yet."""
     asked = body.get("prompt", body.get("input"))
     num_prompts = sum(isinstance(each, str | list) for each in asked) if isinstance(asked, list) else 1
-    numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := body.get(name), int)}
+    numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := whole(body.get(name)), int)}
     num_choices = max(1, numbers.get("n", 1), numbers.get("best_of", 1))
     return max(1, num_prompts) * num_choices * (1 + max(0, numbers.get("top_logprobs", 0), numbers.get("logprobs", 0)))
 
