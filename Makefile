@@ -32,8 +32,8 @@ dev: $(VENV)/dev  ## installs everything for development, and the pre-commit hoo
 docs: $(VENV)/dev  ## writes the generated pages
 	$(BIN)/python -m tests.lint --write
 
-test: $(VENV)/dev  ## runs the tests: real Redis, real processes, real HTTP; ARGS are those of pytest
-	$(BIN)/python -m $(if $(ARGS),pytest $(ARGS),tests)
+test: $(VENV)/dev  ## runs the tests: real Redis, real processes, real HTTP; ARGS are those of pytest, or --once-more
+	$(BIN)/python -m tests $(ARGS)
 
 check: $(VENV)/dev  ## checks the files: format, lint, import contracts, types, pages
 	$(BIN)/python tests/check.py

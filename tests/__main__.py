@@ -4,7 +4,8 @@ are cores.
 Files that compute and files that mostly wait for other processes begin in turns: together, either
 kind would crowd the cores or leave them idle. All fork their stages from the same processes, which have
 imported torch and transformers once.
-`--once-more` is for CI: whatever failed runs again.
+`--once-more` is for CI: whatever failed runs again. Other arguments are pytest's, which then runs
+what they name.
 """
 
 import argparse
@@ -28,7 +29,9 @@ MAX_ONCE_MORE = 10  # more failures than these are no accident of a busy machine
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--once-more", action="store_true", help="run each test that failed again, alone, and list those that then pass")
-    options = parser.parse_args()
+    options, of_pytest = parser.parse_known_args()
+    if of_pytest:
+        return pytest(*of_pytest)
     LAST_FAILED.unlink(missing_ok=True)
     os.environ.update({variable: forge.forge(kind) for kind, variable in forge.VARIABLES.items()})
     code = pytest("--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *in_order())

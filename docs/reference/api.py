@@ -15,7 +15,7 @@ from services.gateway.bodies import BODIES
 from services.gateway.http.docs import REF
 from services.requests.bodies.body import ANYTHING, Body
 from services.requests.neutral.schemas import GenerateBody
-from shared.model.sampling_params import BOUNDS, SHARES, ChainParams, DryParams, SamplingParams
+from shared.model.sampling_params import BOUNDS, ChainParams, DryParams, SamplingParams
 
 INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
 left out, unless it is required. Where a model's makers say defaults for sampling, theirs go before those given here ([sampling](../use/sampling.md)),
@@ -101,8 +101,6 @@ def sampling_defaults() -> dict[str, Any]:
 
 
 def said_bounds(name: str, metadata: list[Any]) -> str:
-    if name in SHARES:
-        return "above 0, to 1"
     if name in OFF:
         return OFF[name]
     if name in GenerateBody.model_fields and not metadata:  # an API that passes it on to the neutral body

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from httpx_sse import EventSource, ServerSentEvent, SSEError
 
-from shared.process.errors import PenstockError, StartupError
+from shared.process.errors import PenstockError, StartupError, words_of
 
 KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first that is set goes along as a bearer token
 CONNECT_TIMEOUT_S = 10.0
@@ -101,9 +101,7 @@ class Server:
         try:
             response = self.http.get("/models", timeout=CONNECT_TIMEOUT_S)
         except httpx.HTTPError as error:
-            raise StartupError(
-                f"no server at {self.url}: is Penstock up? penstock up starts it, --url names another ({error or type(error).__name__})"
-            ) from None
+            raise StartupError(f"no server at {self.url}: is Penstock up? penstock up starts it, --url names another ({words_of(error)})") from None
         if response.status_code != 200:
             raise StartupError(f"{self.url}: {error_message(response)}")
         try:

@@ -39,14 +39,14 @@ def follow(settings: ComputeSettings, files: ModelFiles, member: Member) -> None
 def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> None:
     from services.compute.engine import build_engine
     from services.compute.service import ComputeService
-    from services.compute.weights.sizes import sizes_of
+    from services.compute.weights.sizes import sizes_of, weights_of
 
     engine = build_engine(settings, files, group)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = engine.fingerprint
     stage.is_encoder = engine.is_encoder
     stage.labels, stage.is_multi_label = files.labels, files.is_multi_label
-    stage.sizes = sizes_of(files)
+    stage.sizes, stage.weights = sizes_of(files), weights_of(files, settings.quantization)
     stage.takes_images = engine.images is not None
     stage.ranks = () if group is None else tuple(f"{peer.host}:{peer.pid}" for peer in group.peers)
     blocks = engine.scheduler.block_manager

@@ -41,8 +41,9 @@ from services.gateway.generation.unattended import Unattended
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
-from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, SameOrigin, Slash
+from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, Slash
 from services.gateway.http.observed import Observed
+from services.gateway.http.origins import SameOrigin, let_in_by_default
 from services.gateway.telemetry.metrics import seen_in
 from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
@@ -116,16 +117,16 @@ def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
     app.add_middleware(Head)
     app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
-    app.add_middleware(SameOrigin, allowed=context.settings.allow_origin)
+    by_default = let_in_by_default(context.settings, has_keys=not context.keys.is_open)
+    app.add_middleware(SameOrigin, named=context.settings.allow_origin, by_default=by_default)
     app.add_middleware(OneHost)
     app.add_middleware(Slash)
     app.add_middleware(RequestId)
     app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
-    if context.settings.allow_origin:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", HEADER],
-        )  # fmt: skip
+    app.add_middleware(
+        CORSMiddleware, allow_origins=context.settings.allow_origin, allow_origin_regex=by_default, allow_methods=["*"], allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After", HEADER],
+    )  # fmt: skip
     add_routes(app)
     describe_bodies(app, BODIES)
     return app

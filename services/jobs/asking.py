@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.jobs.input import Line
 from services.requests.admission.admission import estimate_output, estimate_prompt
 from services.requests.admission.held import check_size
 from services.requests.answers.choice import Choice, Usage, usage_of
@@ -22,6 +21,7 @@ from services.requests.anthropic.chat import NAME_HERE as MESSAGE_NAMES
 from services.requests.anthropic.chat import chat_of as message_chat
 from services.requests.anthropic.events import MessageEvents
 from services.requests.anthropic.schemas import MessagesBody
+from services.requests.batches.lines import Line
 from services.requests.batches.store import BatchRecord, Totals
 from services.requests.bodies import parse
 from services.requests.bodies.ignored import collecting

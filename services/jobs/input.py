@@ -11,26 +11,15 @@ from typing import Any
 
 import msgpack
 
-from services.requests.bodies.fields import kind_of, shortened
-from services.requests.bodies.parse import read_object
+from services.requests.batches.lines import MAX_LINES, Line, read_line
+from services.requests.bodies.fields import shortened, whole
 from services.requests.files.storage import Storage
 from shared.process.errors import Invalid
 
 BLOCK_LINES = 100
 BLOCK_WEIGHT = 512  # of its lines together: their answers are held until all are there
-MAX_LINES = 50_000
 MAX_ERRORS = 50  # that are told of one file
-MAX_CUSTOM_ID = 512
 FOLDERS = "batches"
-FIELDS = ("custom_id", "method", "url", "body")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One request of a batch."""
-
-    custom_id: str
-    body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +67,12 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
     return Checked(len(lines), next(iter(models)) if len(models) == 1 else "", errors)
 
 
-def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
-    """Raises Invalid for what is no request, but for what the endpoint itself makes of the body."""
-    if len(text) > max_bytes:
-        raise Invalid(f"the line has {len(text)} bytes, at most {max_bytes} are taken", code="line_too_long")
-    value = read_object(text, "line", "invalid_json_line")
-    custom_id, body = value.get("custom_id"), value.get("body")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
-        raise Invalid(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id")
-    if unknown := next((name for name in value if name not in FIELDS), None):
-        raise Invalid(f"unknown or unsupported field: {shortened(unknown)}", param=shortened(unknown), code="unknown_parameter")
-    if value.get("method") != "POST":
-        raise Invalid("method must be POST", param="method", code="invalid_method")
-    if value.get("url") != endpoint:
-        raise Invalid(f"url must be the batch's endpoint, {endpoint}", param="url", code="mismatched_endpoint")
-    if not isinstance(body, dict):
-        raise Invalid(f"body must be an object, got {kind_of(body)}", param="body", code="invalid_body")
-    if not isinstance(body.get("model"), str):
-        raise Invalid("body.model must name a model", param="body.model", code="missing_required_parameter")
-    return Line(custom_id, body)
-
-
 def weight_of(body: dict[str, Any]) -> int:
     """How long its answer may be: the sequences that it asks for, and the alternatives of their
     tokens. By a body that is not checked yet."""
     asked = body.get("prompt", body.get("input"))
     num_prompts = sum(isinstance(each, str | list) for each in asked) if isinstance(asked, list) else 1
-    numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := body.get(name), int)}
+    numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := whole(body.get(name)), int)}
     num_choices = max(1, numbers.get("n", 1), numbers.get("best_of", 1))
     return max(1, num_prompts) * num_choices * (1 + max(0, numbers.get("top_logprobs", 0), numbers.get("logprobs", 0)))
 

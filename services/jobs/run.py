@@ -20,7 +20,6 @@ from services.jobs import input as inputs
 from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
 from services.jobs.blocks import MAX_OPEN, Block, OpenBlocks
-from services.jobs.input import Line, folder_of
 from services.jobs.lease import Lease, LeaseLost
 from services.jobs.output import Answer, answered, not_answered, refused
 from services.jobs.reading import end_all, forget, is_known, read_answer
@@ -29,6 +28,7 @@ from services.jobs.spans import BatchSpans, spans_of
 from services.requests.admission.admission import admit
 from services.requests.admission.held import CODE as STORAGE_LIMIT
 from services.requests.batches.figures import queue_note
+from services.requests.batches.lines import Line
 from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
 from services.requests.client import persist
 from services.requests.errors import NO_REPLICA, RequestFailed
@@ -172,7 +172,7 @@ class BatchRun:
         if batch is None:
             return False  # what lies in its folder may be of use to a Redis that is being restored
         if not batch.is_running:
-            await asyncio.to_thread(self.runtime.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
+            await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))  # of one that ended while its worker died
             return False
         if batch.num_begun >= MAX_BEGUN:
             await self._fail("worker_died", f"{MAX_BEGUN} workers in a row have died or failed at this batch without answering a line of it")
@@ -233,7 +233,7 @@ class BatchRun:
     async def _fail_with(self, errors: list[dict[str, Any]]) -> None:
         log.info("batch failed", batch_id=self.batch_id, error=errors[0]["message"])
         await persist(lambda: self.runtime.batches.move(self.batch_id, RUNNING, "failed", errors=orjson.dumps(errors)))
-        await asyncio.to_thread(self.runtime.storage.remove, folder_of(self.batch_id))
+        await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))
 
     async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
         """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises
@@ -395,6 +395,6 @@ class BatchRun:
         status = CLOSED[self.closing][0] if self.closing else "completed"
         await persist(self._note_done)
         await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.num_lines, **made, **asdict(self.done)))
-        await asyncio.to_thread(storage.remove, folder_of(self.batch_id))
+        await asyncio.to_thread(storage.remove, inputs.folder_of(self.batch_id))
         log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.num_lines - self.done.completed)
         return False

@@ -1,21 +1,22 @@
 """`penstock batch`: a file of requests, answered; with a progress bar."""
 
-import codecs
-import json
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 from tqdm import tqdm
 
-from shared.process.errors import StartupError
+from services.operator.batch_lines import Sifted, lines_of, sift
+from shared.process.errors import StartupError, words_of
 
 POLL_S = 0.5
 PATIENCE_S = 60.0  # for a gateway that does not answer, once the batch runs
-MAX_LINE_BYTES = 64 << 20  # that is looked at, to see what the file asks for
+MAX_TOLD = 5  # lines that are no requests
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -28,10 +29,10 @@ def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str
             out = out or Path(f"{source}.out.jsonl" if is_batch or not Path(source).name else Path(source).with_suffix(".out.jsonl"))
             if is_batch or Path(source).exists():
                 check_out(out, Path(source))
-            batch = call(client, "GET", f"/v1/batches/{source}") if is_batch else create(client, Path(source), window)
-            return collect(client, watch(client, batch), out)
+            batch, sifted = (call(client, "GET", f"/v1/batches/{source}"), Sifted()) if is_batch else create(client, Path(source), window, errors_of(out))
+            return collect(client, watch(client, batch), out, sifted)
         except httpx.HTTPError as error:
-            raise StartupError(f"no gateway at {url}: is Penstock up? ({error})") from None
+            raise StartupError(f"no gateway at {url}: is Penstock up? ({words_of(error)})") from None
 
 
 def check_out(out: Path, source: Path) -> None:
@@ -57,33 +58,30 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def create(client: httpx.Client, source: Path, window: str) -> dict[str, Any]:
-    """A batch of the file's requests."""
+def create(client: httpx.Client, source: Path, window: str, errors: Path) -> tuple[dict[str, Any], Sifted]:
+    """A batch of the file's requests. The lines that are none have their answers at once."""
     try:
-        with source.open("rb") as file:
-            endpoint = endpoint_of(source, first_line(file))
+        with source.open("rb") as file, tempfile.TemporaryFile() as others:
+            sifted = sift(source, file)
             file.seek(0)
-            uploaded = call(client, "POST", "/v1/files", files={"file": (source.name, file)}, data={"purpose": "batch"})
+            if sifted.refused:
+                others.writelines(line + b"\n" for number, line in lines_of(file) if number not in sifted.refused)
+                others.seek(0)
+                errors.write_bytes(sifted.answers())
+                tell_refused(sifted)
+            uploaded = call(client, "POST", "/v1/files", files={"file": (source.name, others if sifted.refused else file)}, data={"purpose": "batch"})
     except OSError as error:
-        raise StartupError(f"{source}: {error.strerror}") from None
-    batch = call(client, "POST", "/v1/batches", json={"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window})
-    print(f"{batch['id']}: {source.name}, {uploaded['bytes']} bytes, for {endpoint}", file=sys.stderr)
-    return batch
+        raise StartupError(f"{error.filename or source}: {error.strerror}") from None
+    batch = call(client, "POST", "/v1/batches", json={"input_file_id": uploaded["id"], "endpoint": sifted.endpoint, "completion_window": window})
+    print(f"{batch['id']}: {source.name}, {uploaded['bytes']} bytes, for {sifted.endpoint}", file=sys.stderr)
+    return batch, sifted
 
 
-def first_line(file: IO[bytes]) -> bytes:
-    """The first that is not empty, as far as a line may be long."""
-    while (line := file.readline(MAX_LINE_BYTES)) and not line.removeprefix(codecs.BOM_UTF8).strip():
-        pass
-    return line.removeprefix(codecs.BOM_UTF8)
-
-
-def endpoint_of(source: Path, line: bytes) -> str:
-    """The endpoint and model of the first line; the others must ask for the same."""
-    try:
-        return str(json.loads(line)["url"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise StartupError(f'{source}: the first line is no request: {{"custom_id": …, "method": "POST", "url": …, "body": …}}') from None
+def tell_refused(sifted: Sifted) -> None:
+    for number, error in islice(sifted.refused.items(), MAX_TOLD):
+        print(f"line {number}: {error}", file=sys.stderr)
+    if (num_more := len(sifted.refused) - MAX_TOLD) > 0:
+        print(f"and {num_more} more lines that are no requests", file=sys.stderr)
 
 
 def watch(client: httpx.Client, batch: dict[str, Any]) -> dict[str, Any]:
@@ -112,27 +110,32 @@ def watch(client: httpx.Client, batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def collect(client: httpx.Client, batch: dict[str, Any], out: Path) -> int:
-    """Write what came of it; say how it was. 0: every line has an answer."""
-    counts, written = batch["request_counts"], []
+def collect(client: httpx.Client, batch: dict[str, Any], out: Path, sifted: Sifted) -> int:
+    """Write what came of it, after the answers of the lines that were left out; say how it was. 0:
+    every line has an answer."""
+    counts, num_refused, written = batch["request_counts"], len(sifted.refused), []
     for field, path in (("output_file_id", out), ("error_file_id", errors_of(out))):
         if batch[field] is not None:
-            download(client, batch[field], path)
+            download(client, batch[field], path, sifted.answers() if path != out else b"")
             written.append(str(path))
     for error in (batch["errors"] or {"data": []})["data"]:
         print(f"line {error['line']}: {error['message']}" if error["line"] else error["message"], file=sys.stderr)
-    words = f"{batch['status']}: {counts['completed']} of {counts['total']} answered, {counts['failed']} failed"
+    if num_refused and str(errors_of(out)) not in written:
+        written.append(str(errors_of(out)))
+    num_failed = counts["failed"] + num_refused
+    words = f"{batch['status']}: {counts['completed']} of {counts['total'] + num_refused} answered, {num_failed} failed"
     print(f"{words}{'; written to ' + ' and '.join(written) if written else ''}", file=sys.stderr)
-    return 0 if batch["status"] == "completed" and not counts["failed"] else 1
+    return 0 if batch["status"] == "completed" and not num_failed else 1
 
 
-def download(client: httpx.Client, file_id: str, path: Path) -> None:
-    """A file, whole or not at all: a gateway that dies meanwhile is waited for."""
+def download(client: httpx.Client, file_id: str, path: Path, before: bytes = b"") -> None:
+    """A file, whole or not at all, after what stands before it: a gateway that dies meanwhile is
+    waited for."""
     unfinished, until = part_of(path), time.monotonic() + PATIENCE_S
     try:
         while True:
             try:
-                fetch(client, file_id, unfinished)
+                fetch(client, file_id, unfinished, before)
                 break
             except (httpx.HTTPError, Unavailable):
                 if time.monotonic() > until:
@@ -145,11 +148,12 @@ def download(client: httpx.Client, file_id: str, path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def fetch(client: httpx.Client, file_id: str, path: Path) -> None:
+def fetch(client: httpx.Client, file_id: str, path: Path, before: bytes) -> None:
     with client.stream("GET", f"/v1/files/{file_id}/content") as response, path.open("wb") as file:
         if response.status_code != 200:
             response.read()
             raise failure_of(response)
+        file.write(before)
         for piece in response.iter_bytes():
             file.write(piece)
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.launcher")
@@ -39,7 +39,7 @@ class Lifeline:
             self._own = (data_dir / "lock").open("w")
             self._shared = (data_dir / "processes").open("a+")
         except OSError as error:
-            raise StartupError(f"--data-dir {data_dir}: {error}") from None
+            raise StartupError(f"--data-dir {data_dir}: {words_of(error)}") from None
         if not _lock(self._own):
             raise StartupError(f"another penstock up uses {data_dir}; give this one its own --data-dir")
         self._wait_for_the_rest(data_dir)

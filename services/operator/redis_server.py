@@ -8,7 +8,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 from shared.process.host_memory import total_host_memory
 
 DEFAULT_SHARE = 4  # a quarter of the machine's memory: a fork that rewrites the log may need as much again
@@ -68,7 +68,7 @@ def password_of(data_dir: Path) -> str:
         path.chmod(0o600)
         found = path.read_text().strip()
     except (OSError, ValueError) as error:
-        raise StartupError(f"{path}: {error}") from None
+        raise StartupError(f"{path}: {words_of(error)}") from None
     if PASSWORD.fullmatch(found) is None:
         raise StartupError(f"{path} holds no password of ours: remove it, and another is made")
     return found
@@ -132,5 +132,5 @@ def start_server(
         with suppress(BrokenPipeError), process.stdin as configuration:  # type: ignore[union-attr]  # broken: it has ended, and said why in its log
             configuration.write(f"requirepass {password}\n".encode() if password else b"")
     except OSError as error:
-        raise StartupError(f"the embedded Redis can't be started: {error}") from None
+        raise StartupError(f"the embedded Redis can't be started: {words_of(error)}") from None
     return process

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 from shared.process.stages import SERVING, STAGES
 from shared.wire.registry import RENEW_EVERY_S, look, unlike_replicas
 from shared.wire.replica import Replica
@@ -165,7 +165,7 @@ def answering(redis_url: str) -> Iterator[None]:
     except (redis.RedisError, OSError) as error:
         where = re.sub("//.*@", "//", redis_url)  # without a password
         word = f"Redis does not answer at {where}: is Penstock up?" if is_temporary(error) else "Redis refuses:"
-        raise StartupError(f"{word} ({str(error).partition(' : <')[0]})") from None  # Sentinels' errors show objects
+        raise StartupError(f"{word} ({words_of(error).partition(' : <')[0]})") from None  # Sentinels' errors show objects
 
 
 def show(console: Console, status: Status, as_json: bool) -> None:

@@ -4,6 +4,7 @@ torch."""
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gaierror
 from typing import Any, Literal
 
 from shared.model.gguf.checkpoint import unpack_metadata, unpack_vision
@@ -12,7 +13,7 @@ from shared.model.gguf.vision import MMPROJ, find_mmproj
 from shared.model.sampling_params import SamplingParams
 from shared.model.vision.families import read_family
 from shared.model.vision.shape import VisionFamily
-from shared.process.errors import Invalid, StartupError
+from shared.process.errors import Invalid, StartupError, words_of
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.stage")
@@ -308,8 +309,11 @@ def _download(model: str, weights: bool) -> Path:
 
 
 def download_error(error: Exception) -> str:
-    """The hub's error, in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The hub's error, in one line. Its client wraps what the network says."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionError | TimeoutError | gaierror):
+        cause = cause.__cause__ or cause.__context__
+    return words_of(error) if cause is None else f"{words_of(error)} (is there a network? HF_ENDPOINT names another hub)"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -318,7 +322,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{path}: {error}") from None
+        raise StartupError(f"{path}: {words_of(error)}") from None
     if not isinstance(value, dict):
         raise StartupError(f"{path}: expected an object")
     return value

@@ -33,6 +33,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "min_tokens": (0, MAX_TOKENS),
     "temperature": (0.0, 100.0),
     "top_k": (0, MAX_TOKENS),
+    "top_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "frequency_penalty": (-2.0, 2.0),
     "presence_penalty": (-2.0, 2.0),
@@ -51,7 +53,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "dynatemp_range": (0.0, 100.0),
     "dynatemp_exponent": (0.0, 100.0),
 }
-SHARES = ("top_p", "typical_p")  # above 0, and at most 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding."""
+    """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding, and so is
+    a top_p of 0: the likeliest token alone reaches that share."""
 
     # None until the tokenizer fills in what the model's length leaves; 0: the request ends after
     # its prompt
@@ -163,7 +165,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE
+        return self.temperature < MIN_TEMPERATURE or self.top_p == 0.0
 
     @property
     def edits_logits(self) -> bool:
@@ -176,10 +178,7 @@ def _check(name: str, value: float | None) -> None:
     """Raises Invalid for a value beyond the field's bounds."""
     if name in ("logprobs", "prompt_logprobs") and value == -1:  # vLLM's word for it, which its own servers refuse unless they were started otherwise
         raise Invalid(f"{name} -1, the whole vocabulary, is not available: at most {MAX_LOGPROBS} of each token", param=name)
-    if name not in SHARES:
-        _between(name, value, *BOUNDS[name])
-    elif value is not None and not 0.0 < value <= 1.0:
-        raise Invalid(f"{name} must be above 0 and at most 1, got {value}", param=name)
+    _between(name, value, *BOUNDS[name])
 
 
 def _between(name: str, value: float | None, low: float, high: float) -> None:

@@ -9,6 +9,19 @@ PenstockError
     └── Unready   the same, but another start may go well: exit code 1
 """
 
+import re
+
+# What stands around an error's words: the operating system's number and path, and Redis' address
+NUMBER = re.compile(r"^(\w+: )?\[Errno -?\d+\] |^Error -?\d+ connecting to \S+ ")
+PATHS = re.compile(r": '[^']*'( -> '[^']*')?$")
+
+
+def words_of(error: BaseException) -> str:
+    """Say what went wrong, in one line of words: without the number, and without the path, which the
+    sentence around it names."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return (PATHS.sub("", NUMBER.sub("", text)) if NUMBER.match(text) else text) or type(error).__name__
+
 
 class PenstockError(Exception):
     """The root of the tree."""

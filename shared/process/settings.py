@@ -123,7 +123,7 @@ class GatewaySettings(RequestSettings):
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
     allow_origin: Annotated[list[str], NoDecode] = Field(
         [],
-        description="an origin whose pages may call the API, such as https://chat.example; *: all; null: files and sandboxed pages; may be given several times",
+        description="a further origin of pages that may call the API: https://chat.example; *: all; null: files, sandboxed pages; may be given several times",
     )
     chaos_demo: bool = Field(False, description="the playground may kill this machine's replicas, to show that nothing is lost; on a loopback address only")
 

@@ -67,6 +67,7 @@ class Stage:
         self.kv_fingerprint, self.block_size = "", 0  # the same
         self.takes_images = False  # compute's
         self.ranks: tuple[str, ...] = ()  # the same
+        self.weights: dict[str, str] = {}  # the same
         self._started_at = time.time()
         # when the loop came round last; the same, with no trouble with Redis
         self._alive_at = self._served_at = time.monotonic()
@@ -131,6 +132,7 @@ class Stage:
             block_size=self.block_size,
             takes_images=self.takes_images,
             ranks=self.ranks,
+            weights=self.weights,
         )
 
     def catch_signals(self) -> None:

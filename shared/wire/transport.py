@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
-from shared.process.errors import Recoverable, StartupError
+from shared.process.errors import Recoverable, StartupError, words_of
 from shared.process.telemetry import get_logger
 from shared.wire.cells import CellConnection, Nodes
 from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of, refusal_of
@@ -181,5 +181,5 @@ class Transport:
                 if not is_temporary(error):
                     raise StartupError(refusal_of(error)) from None
                 if time.monotonic() > deadline:
-                    raise StartupError(f"Redis does not answer: {error}") from None
+                    raise StartupError(f"Redis does not answer: {words_of(error)}") from None
                 time.sleep(FIRST_RETRY_S)

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.clients.install import ROOT, NotInstalledError
+from tests.clients.install import ROOT, NotInstalledError, Npm, check_node
 from tests.clients.recorder import Recorder, recording
 from tests.clients.server import free_port, scripted_server, server
 from tests.clients.table import CLIENTS, Client
@@ -94,6 +94,8 @@ def main(options: argparse.Namespace) -> int:
     if unknown := set(options.only or ()) - set(by_name):
         raise SystemExit(f"there is no client {', '.join(sorted(unknown))}, only {', '.join(by_name)}")
     chosen = [by_name[name] for name in options.only] if options.only else [each for each in CLIENTS if options.weekly or not each.is_weekly]
+    if any(isinstance(client.package, Npm) for client in chosen):
+        check_node()
     versions, results = install(chosen, upgrade=options.upgrade)
     for failure in results:
         print(failure, flush=True)

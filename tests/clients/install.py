@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".clients"
 NPM = CACHE / "npm"
-NODE = "node@24"  # the machine's own is often too old for agents
+NODE = "node@24"  # what agents run with
+OLDEST_NODE = 22  # of the machine: npm takes old releases of agents, and says nothing, where Node is older
 INSTALL_TIMEOUT_S = 1800.0
 
 
@@ -96,6 +98,15 @@ def manifest(package: str) -> Path:
 def search_path() -> str:
     """PATH with npm's programs first, node among them."""
     return f"{NPM / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}"
+
+
+def check_node() -> None:
+    """Raises SystemExit, with one line, where the machine has no Node, or one that is too old."""
+    node = shutil.which("node")
+    told = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip() if node else ""
+    found = re.match(r"v(\d+)\.", told)
+    if found is None or int(found[1]) < OLDEST_NODE:
+        raise SystemExit(f"agents need Node {OLDEST_NODE} or newer, and this machine has {told or 'none'}: install it, or choose others with --only")
 
 
 def run(command: Sequence[str], cwd: Path | None = None) -> None:

@@ -23,6 +23,10 @@ def guidance(url: str) -> None:
     run("guidance", "guidance", url, DEMO)
 
 
+def openrouter(url: str) -> None:
+    run("openrouter", "openrouter", url, DEMO)
+
+
 def run(package: str, program: str, *arguments: str) -> None:
     python = environment(package) / "bin" / "python"
     subprocess.run([str(python), "-m", f"tests.clients.programs.{program}", *arguments], check=True)

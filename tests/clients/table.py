@@ -41,6 +41,7 @@ CLIENTS = (
     Client("openai-agents", OwnEnvironment("openai-agents"), libraries.openai_agents, model="scripted", is_recorded=True),
     Client("guidance", OwnEnvironment("guidance", others=("openai",)), libraries.guidance, is_recorded=True),
     Client("mistralai", OwnEnvironment("mistralai"), libraries.mistralai, model="scripted"),
+    Client("openrouter", OwnEnvironment("openrouter"), libraries.openrouter),
     Client("ai", Npm("ai", ("@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")), libraries.ai, model="scripted", is_recorded=True),
     Client("claude-code", Npm("@anthropic-ai/claude-code"), agents.claude_code, model="scripted", timeout_s=300, is_recorded=True),
     Client("codex", Npm("@openai/codex"), agents.codex, model="scripted", timeout_s=300, is_recorded=True),

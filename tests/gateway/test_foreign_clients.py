@@ -151,6 +151,23 @@ def test_what_is_used_where_the_request_is_silent_is_said(deployment: Deployment
         own.close()
 
 
+def test_a_model_s_card_has_what_openrouter_s_clients_require(deployment: Deployment) -> None:
+    own = Backstage(deployment.redis_url, parsers={"tool_calls": "hermes"})
+    try:
+        start_gateways(deployment)
+        found = deployment.get("/v1/models").json()
+        assert found["links"] == {"next": None} and found["total_count"] == len(found["data"])
+        card = next(each for each in found["data"] if each["id"] == NAME)
+        assert (card["name"], card["canonical_slug"], card["context_length"]) == (NAME, NAME, 100_000)
+        assert card["architecture"] == {"modality": "text->text", "input_modalities": ["text"], "output_modalities": ["text"]}
+        assert (card["pricing"], card["per_request_limits"]) == ({"prompt": "0", "completion": "0"}, None)
+        assert card["top_provider"] == {"is_moderated": False, "context_length": 100_000, "max_completion_tokens": 100_000}
+        assert {"temperature", "tools", "response_format"} <= set(card["supported_parameters"]) and "reasoning_effort" not in card["supported_parameters"]
+        assert deployment.get(card["links"]["details"]).json() == card and card["default_parameters"] == card["sampling"]
+    finally:
+        own.close()
+
+
 def test_a_batch_names_its_model_before_the_worker_has_read_its_file(gateways: Deployment) -> None:
     line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": NAME, "prompt": "x"}}).encode()
     for content, model in ((b"\xef\xbb\xbf\n" + line + b"\n" + line, NAME), (b"no JSON", None), (b'{"body": {"model": 7}}', None)):

@@ -1,4 +1,4 @@
-"""Pages of other origins: whoever's browser shows them, they use no gateway that did not name them."""
+"""Pages of other origins: no page of the web uses a gateway whose operator did not name its origin."""
 
 import httpx
 import pytest
@@ -12,7 +12,11 @@ PLAIN = {"Content-Type": "text/plain"}  # which a page may send without asking f
 FOREIGN = (
     {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"},
     {"Origin": "https://evil.example"},
-    {"Origin": "http://localhost:9", "Sec-Fetch-Site": "same-site"},
+    {"Origin": "http://localhost.evil.example", "Sec-Fetch-Site": "cross-site"},
+    {"Origin": "http://127.0.0.1.evil.example:80"},
+    {"Origin": "https://app.evil.example"},
+    {"Origin": "chrome-extension://abcdefgh", "Sec-Fetch-Site": "cross-site"},
+    {"Origin": "file://"},
     {"Origin": "null", "Sec-Fetch-Site": "cross-site"},
     {"Origin": "null"},
     {"Origin": ""},
@@ -56,10 +60,63 @@ def test_the_own_page_the_user_and_programs_are_let_in(gateways: Deployment) -> 
             {"Sec-Fetch-Site": "same-origin"},
             {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},
             {"Origin": "chrome-extension://abcdefgh", "Sec-Fetch-Site": "none"},
-            {"Origin": own.replace("http:", "https:")},  # behind a proxy that speaks TLS
+            {"Origin": own.replace("http:", "https:"), "X-Forwarded-Proto": "https"},  # behind a proxy that speaks TLS
         ):
             assert client.get("/v1/models", headers=headers).status_code == 200, headers
             assert client.post("/v1/completions", json={}, headers=headers).status_code == 400, headers
+
+
+APPLICATIONS = (
+    "app://obsidian.md", "tauri://localhost", "http://tauri.localhost", "https://tauri.localhost", "capacitor://localhost", "ionic://localhost",
+    "vscode-webview://0a1b2c", "vscode-file://vscode-app",
+)  # fmt: skip
+THIS_MACHINE = ("http://localhost:3000", "https://localhost", "http://127.0.0.1:8080", "http://[::1]:9", "http://web.localhost:1420")
+
+
+def status_of(url: str, origin: str, **headers: str) -> int:
+    """Ask for the models as a page of this origin. It may read the answer unless it is refused."""
+    answer = httpx.get(url + "/v1/models", headers=headers | {"Origin": origin, "Sec-Fetch-Site": "cross-site"}, timeout=60, trust_env=False)
+    assert (answer.headers.get("access-control-allow-origin") == origin) == (answer.status_code != 403)
+    preflight = httpx.options(
+        url + "/v1/models", headers={"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}, timeout=60,
+        trust_env=False,
+    )  # fmt: skip
+    assert (preflight.status_code == 200) == (answer.status_code != 403)
+    return answer.status_code
+
+
+@pytest.mark.parametrize("origin", APPLICATIONS + THIS_MACHINE)
+def test_desktop_applications_and_pages_of_this_machine_are_let_in(gateways: Deployment, backstage: Backstage, origin: str) -> None:
+    assert status_of(gateways.url(), origin) == 200
+
+
+def test_pages_of_the_user_s_machine_don_t_use_a_server_for_everybody(deployment: Deployment, own: Backstage) -> None:
+    """Other machines reach it, and no key keeps a page of theirs out."""
+    start_gateways(deployment, host="0.0.0.0", auth=False)
+    assert {status_of(deployment.url(), each) for each in APPLICATIONS} == {200}
+    assert {status_of(deployment.url(), each) for each in THIS_MACHINE} == {403}
+
+
+def test_with_keys_they_need_one(deployment: Deployment, own: Backstage) -> None:
+    key = "k" * 40
+    start_gateways(deployment, host="0.0.0.0", api_key=key)
+    for origin in (*APPLICATIONS, *THIS_MACHINE):
+        assert status_of(deployment.url(), origin) == 401
+        assert status_of(deployment.url(), origin, Authorization=f"Bearer {key}") == 200
+
+
+def test_the_same_host_over_another_scheme_is_another_origin(gateways: Deployment, backstage: Backstage) -> None:
+    for origin, told, status in (
+        ("https://chat.example", {}, 403),
+        ("https://chat.example", {"X-Forwarded-Proto": "http"}, 403),
+        ("http://chat.example", {"X-Forwarded-Proto": "https"}, 403),
+        ("http://chat.example", {}, 403),  # and then no loopback name
+        ("https://chat.example", {"X-Forwarded-Proto": "https, http"}, 403),
+    ):
+        answer = httpx.get(gateways.url() + "/v1/models", headers={"Host": "chat.example", "Origin": origin} | told, timeout=60, trust_env=False)
+        code = answer.json()["error"]["code"]
+        is_own = origin.partition(":")[0] == told.get("X-Forwarded-Proto", "http").partition(",")[0]
+        assert (answer.status_code, code) == (status, "host_not_allowed" if is_own else "origin_not_allowed")
 
 
 def test_origins_that_the_operator_named_are_let_in(deployment: Deployment, own: Backstage) -> None:

@@ -16,6 +16,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from services.operator.batch import run_batch
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import compute_load, num_in_flight
 from tests.waiting import wait_until
@@ -106,6 +107,26 @@ def test_a_file_that_is_not_requests_fails_the_batch_line_by_line(client: openai
     assert batch.status == "failed" and batch.errors is not None and batch.output_file_id is None
     found = [(each.line, each.code) for each in batch.errors.data or ()]
     assert found == [(1, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_endpoint"), (5, "invalid_custom_id"), (6, "invalid_json_line")]
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_of_penstock_batch_a_broken_line_is_an_answer_and_the_others_are_answered(
+    served: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: bool
+) -> None:
+    good = [line(number, CHAT, **BODIES[CHAT]) for number in range(3)]
+    bodies = [json.dumps(each) for each in good[:2]] + (['{"custom_id": "cut', json.dumps(good[0])] if wrong else [])
+    refused = line(2, CHAT, messages=[], temperature=0)
+    source = tmp_path / "asked.jsonl"
+    source.write_text("\n".join([*bodies, json.dumps(refused)]))
+    assert run_batch(served.url(), str(source), None, "24h", None) == 1
+    answers = [json.loads(each) for each in (tmp_path / "asked.out.jsonl").read_text().splitlines()]
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in answers] == [("line-0000", 200), ("line-0001", 200)]
+    errors = [json.loads(each) for each in (tmp_path / "asked.out.errors.jsonl").read_text().splitlines()]
+    broken = [(3, "invalid_json_line"), (4, "duplicate_custom_id")] if wrong else []
+    assert [(each["error"]["line"], each["error"]["code"]) for each in errors[:-1]] == broken
+    assert (errors[-1]["custom_id"], errors[-1]["response"]["status_code"]) == ("line-0002", 400)
+    told = capsys.readouterr().err
+    assert f"completed: 2 of {5 if wrong else 3} answered, {3 if wrong else 1} failed" in told and ("line 3: the line is not JSON" in told) == wrong
 
 
 def test_a_cancelled_batch_keeps_what_it_has_and_answers_every_line_once(served: Deployment, client: openai.OpenAI) -> None:

@@ -5,12 +5,15 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pexpect
 import pyte
 import pytest
@@ -130,31 +133,53 @@ def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> No
     assert chat.process.exitstatus == 0
 
 
+class Holding:
+    """A way to the gateway on which an answer stops after its first events, as if the rest were yet to be computed."""
+
+    def __init__(self, url: str, num_events: int) -> None:
+        self.num_events = num_events
+        self._gateway = httpx.URL(url)
+        self._released = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._released.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                gateway = socket.create_connection((self._gateway.host, self._gateway.port or 80))
+                threading.Thread(target=self._copy, args=(client, gateway, None), daemon=True).start()
+                threading.Thread(target=self._copy, args=(gateway, client, self.num_events), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, num_events: int | None) -> None:
+        """Until either end is closed; held once so many events have come this way."""
+        found = 0
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(256):
+                target.sendall(data)
+                found += data.count(b"\n\n")
+                if num_events is not None and found >= num_events:
+                    self._released.wait()
+
+
 def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
-    [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
-    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "900", "--seed", "0")  # a long answer
-
-    def some_of_an_answer() -> bool:
-        """A few tokens at a time: left alone, compute would end it before this screen shows as much. If it has, this process was held up: it asks again."""
-        compute.send_signal(signal.SIGCONT)
-        time.sleep(0.02)
-        compute.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
-        if chat.is_at_prompt():
-            chat.send_question("Go.", compute)
-        return len("".join(chat.lines()).rpartition("Go.")[2]) > 100 and chat.waits_for_an_answer()
-
+    way = Holding(demo.url(), 20)
+    chat = Terminal(tmp_path, "--url", way.url, "--temperature", "100", "--max-tokens", "900", "--seed", "0")  # a long answer
     try:
         chat.wait_for_prompt()
-        chat.send_question("Go.", compute)
-        wait_until(some_of_an_answer, description="some of an answer")
+        chat.send("Go.\r")
+        wait_until(lambda: len("".join(chat.lines()).rpartition("Go.")[2]) > 20 and chat.waits_for_an_answer(), description="some of an answer", timeout_s=100)
         chat.send("typed meanwhile" + CTRL_C)
         chat.wait_for(r"^\[stopped\]$")
-        compute.send_signal(signal.SIGCONT)
         chat.send("/reset\r")
         chat.wait_for("^forgotten$")
     finally:
-        compute.send_signal(signal.SIGCONT)
+        way.close()
         chat.process.close(force=True)
 
 

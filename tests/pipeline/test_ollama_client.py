@@ -12,6 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
+from services.gateway.api.ollama.routes import rounded
 from services.gateway.api.ollama.schemas import read_messages
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.test_openai_client import ANSWER
@@ -58,6 +59,31 @@ def test_options_are_the_chat_s(demo: Deployment, client: ollama.Client) -> None
     assert stopped.message.content == ANSWER.partition("pipeline of")[0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 2, "top_p": 0}, {"temperature": 2, "top_p": -1}, {"temperature": -1, "min_p": -1, "top_k": -7, "repeat_penalty": 0},
+        {"temperature": 0, "num_predict": 900.0, "seed": 7.0, "num_ctx": 2048.0},
+    ],
+)  # fmt: skip
+def test_numbers_mean_what_they_mean_to_ollama(client: ollama.Client, options: dict[str, Any]) -> None:
+    assert client.chat(model=MODEL, messages=QUESTION, options=options).message.content == ANSWER
+
+
+def test_a_template_of_ollama_s_is_passed_over_and_named(demo: Deployment) -> None:
+    reply = demo.post("/api/generate", {"model": MODEL, "prompt": "What is Penstock?", "template": "{{ .Prompt }}", "stream": False, "options": GREEDY})
+    assert reply.json()["response"] == ANSWER and "template" in reply.headers["X-Penstock-Ignored"].split(", ")
+
+
+@pytest.mark.parametrize("nothing", ["", []])
+def test_vectors_of_nothing_are_none(demo: Deployment, client: ollama.Client, nothing: Any) -> None:
+    assert client.embed(model=MODEL, input=nothing).embeddings == []
+    assert demo.post("/api/embeddings", {"model": MODEL, "prompt": ""}).json() == {"embedding": []}
+    with pytest.raises(ollama.ResponseError) as refused:
+        client.embed(model="none", input=nothing)
+    assert refused.value.status_code == 404
+
+
 def test_the_async_client_gets_the_same(demo: Deployment) -> None:
     async def run() -> str:
         async with ollama.AsyncClient(host=demo.url(), trust_env=False) as client:
@@ -87,11 +113,27 @@ def test_models_are_listed_and_shown(demo: Deployment, client: ollama.Client) ->
     assert listed.model == running.model == MODEL
     assert listed.digest == running.digest and re.fullmatch("[0-9a-f]{64}", listed.digest or ""), "Ollama's command line fails at less"
     shown = client.show(MODEL)
-    assert shown.modelinfo["penstock.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
+    meta = demo.get("/v1/models").json()["data"][0]["meta"]
+    assert listed.size == running.size == meta["size"] > 100_000
+    for details in (listed.details, running.details, shown.details):
+        assert details is not None and (details.family, details.families, details.format, details.quantization_level) == (
+            "llama",
+            ["llama"],
+            "safetensors",
+            "BF16",
+        )
+        assert details.parameter_size == rounded(meta["n_params"])
+    assert (shown.modelinfo["general.architecture"], shown.modelinfo["general.parameter_count"]) == ("llama", meta["n_params"])
+    assert shown.modelinfo["llama.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
     assert demo.post("/api/show", {"model": "", "name": MODEL}).json() == demo.post("/api/show", {"model": MODEL}).json(), "as older clients say it"
     assert demo.post("/api/show", {"model": ""}).json() == demo.post("/api/show", {"model": MODEL}).json(), "the only one"
     assert demo.get("/api/version").json()["version"]
     assert client.generate(model=MODEL).done_reason == "load"
+
+
+@pytest.mark.parametrize(("count", "words"), [(7_241_732_096, "7.2B"), (134_515_008, "134.52M"), (81_000, "81K"), (7, "7")])
+def test_parameters_are_counted_in_ollama_s_words(count: int, words: str) -> None:
+    assert rounded(count) == words
 
 
 def test_embeddings_are_openai_s(demo: Deployment, client: ollama.Client) -> None:

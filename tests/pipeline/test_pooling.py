@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
+from services.gateway.api.pooling.routes import cosines
 from tests.deployment import MODEL, Deployment
 from tests.kernels.test_embeddings import SMALL, save_word_tokenizer
 
@@ -27,6 +28,14 @@ def test_a_score_is_the_cosine_of_two_vectors(names: tuple[str, str], demo: Depl
     assert np.allclose([each["score"] for each in reply["data"]], documents @ query[0], atol=1e-6)
     pairs = demo.post("/score", {"model": MODEL, names[0]: DOCUMENTS, names[1]: DOCUMENTS}).json()
     assert np.allclose([each["score"] for each in pairs["data"]], 1.0, atol=1e-6)
+
+
+def test_no_score_is_above_one() -> None:
+    vectors = np.random.default_rng(0).standard_normal((100, 64)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    wide = [*vectors.astype(np.float64)]
+    assert max(float(each @ each) for each in wide) > 1.0
+    assert max(cosines(wide, wide)) == 1.0 and min(cosines(wide, [-each for each in wide])) == -1.0
 
 
 def test_reranked_documents_come_best_first(demo: Deployment) -> None:

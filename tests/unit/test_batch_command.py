@@ -2,6 +2,7 @@
 
 import codecs
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,21 +10,50 @@ import httpx
 import pytest
 
 from services.operator import batch
-from services.operator.batch import download, endpoint_of, first_line, run_batch
+from services.operator.batch import download, run_batch
+from services.operator.batch_lines import Sifted, sift
 from shared.process.errors import StartupError
 
-LINE = b'{"url": "/v1/completions"}'
+REQUEST = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
+LINE = json.dumps(REQUEST).encode()
 
 
-@pytest.mark.parametrize("before", [b"", b"\n", b"  \r\n\n", codecs.BOM_UTF8, codecs.BOM_UTF8 + b"\n"])
-def test_what_a_file_asks_for_is_found_behind_empty_lines_and_a_byte_order_mark(before: bytes) -> None:
-    assert endpoint_of(Path("x"), first_line(io.BytesIO(before + LINE + b"\n{"))) == "/v1/completions"
+def sifted(content: bytes) -> Sifted:
+    return sift(Path("x"), io.BytesIO(content))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"[" * 100_000, b"[1]", b"\xff\xfe"])
+@pytest.mark.parametrize("before", [b"", b"\n", b"  \r\n\n", codecs.BOM_UTF8, codecs.BOM_UTF8 + b"\n", b"[1]\n", b'{"url": 7}\n'])
+def test_what_a_file_asks_for_is_found_behind_whatever_is_no_request(before: bytes) -> None:
+    assert sifted(before + LINE + b"\n{").endpoint == "/v1/completions"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"[" * 100_000, b"[1]", b"\xff\xfe", LINE[:-1]])
 def test_a_file_that_asks_for_nothing_is_told_so_in_a_line(content: bytes) -> None:
-    with pytest.raises(StartupError, match="the first line is no request"):
-        endpoint_of(Path("x"), first_line(io.BytesIO(content)))
+    with pytest.raises(StartupError, match="no line is a request"):
+        sifted(content)
+
+
+BROKEN: list[tuple[bytes, str | None]] = [
+    (b"{", "invalid_json_line"), (LINE, "duplicate_custom_id"),
+    (json.dumps(REQUEST | {"url": "/v1/embeddings", "custom_id": "b"}).encode(), "mismatched_endpoint"),
+    (json.dumps(REQUEST | {"custom_id": ""}).encode(), "invalid_custom_id"), (b"[" * 100_000, "invalid_json_line"), (b'{"a": NaN}', "invalid_json_line"),
+    (json.dumps(REQUEST | {"custom_id": "c", "body": []}).encode(), "invalid_body"),
+]  # fmt: skip
+
+
+def test_each_line_that_is_no_request_has_an_answer_of_its_own() -> None:
+    found = sifted(b"\n".join([LINE, *(line for line, _ in BROKEN), LINE.replace(b'"a"', b'"d"')]))
+    answers = [json.loads(line) for line in found.answers().splitlines()]
+    assert [(each["id"], each["error"]["line"], each["error"]["code"]) for each in answers] == [
+        (f"line_{number}", number, code) for number, (_, code) in enumerate(BROKEN, 2)
+    ]
+    assert found.custom_ids == {"a", "d"} and all(each["error"]["message"] and each["response"] is None for each in answers)
+
+
+def test_a_line_beyond_all_bounds_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.operator.batch_lines.MAX_LINE_BYTES", 1000)
+    found = sifted(LINE + b"\n" + b"x" * 5500 + b"\n" + LINE)
+    assert {number: error.code for number, error in found.refused.items()} == {2: "line_too_long", 3: "duplicate_custom_id"}
 
 
 class Broken(httpx.SyncByteStream):

@@ -22,6 +22,7 @@ from shared.process.errors import Invalid
         ({"prompt": "x"}, 1),
         ({"prompt": [1, 2, 3]}, 1),
         ({"prompt": ["x", [1, 2]], "n": 3, "best_of": 5}, 10),
+        ({"prompt": "x", "n": 7.0, "logprobs": 1.0}, 14),
         ({"input": ["x"] * 300}, 300),
         ({"input": [{"role": "user", "content": "x"}] * 9}, 1),  # a conversation
         ({"messages": [], "logprobs": True, "top_logprobs": 20}, 21),

@@ -13,11 +13,11 @@ import pytest
 from services.gateway.api.llamacpp.schemas import LlamaCompletionBody, LlamaEmbeddingBody
 from services.gateway.api.ollama.schemas import OllamaChatBody, OllamaGenerateBody
 from services.gateway.bodies import BODIES
-from services.jobs.input import read_line
 from services.requests.answers.answer import input_of
 from services.requests.answers.translate import arguments_of, is_broken_off
 from services.requests.anthropic import chat as anthropic_chat
 from services.requests.anthropic.schemas import CountTokensBody
+from services.requests.batches.lines import read_line
 from services.requests.bodies.parse import MAX_BODY_DEPTH, parse
 from services.requests.neutral.schemas import ChatCompletionBody, GenerateBody
 from services.requests.neutral.translate import make_chat

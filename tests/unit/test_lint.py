@@ -52,3 +52,10 @@ def test_a_file_is_named_by_its_path_or_by_the_end_of_it() -> None:
     files = {"services/compute/cache/block_manager.py"}
     assert is_there("cache/block_manager.py", files) and is_there("services/compute/cache/block_manager.py", files)
     assert not is_there("services/cache/block_manager.py", files) and not is_there("block.py", files)
+
+
+def test_ci_runs_the_commands_that_the_readme_names() -> None:
+    readme = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    script = [line.split("&")[0].split(" ARGS=")[0].strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+    assert all(command in readme and command in script for command in ("make check", "make test"))
+    assert not [line for line in script if "-m tests" in line or "pytest" in line]

@@ -120,7 +120,7 @@ def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeyp
     assert not (models / "some").exists()
     assert pull("some/model") == models / "some" / "model"
     assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["config.json"] and "model.safetensors" in asked[0]
-    assert "some/model" in list_models() and "bfloat16" in list_models()
+    assert "some/model" in list_models() and "BF16" in list_models()
     with pytest.raises(StartupError, match="404 not found$"):
         pull("some/gone")
     with pytest.raises(StartupError, match="holds no file x.gguf"):

@@ -7,7 +7,8 @@ import pytest
 
 from services.requests.bodies.body import ANYTHING, OF_CHATS, OF_COMPLETIONS, OF_MESSAGES, Body
 from services.requests.bodies.parse import parse
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 
 MESSAGE = {"role": "assistant", "content": "Hello."}
@@ -52,7 +53,7 @@ def test_null_is_no_value() -> None:
 
 
 OF_OTHER_NAMES: list[tuple[str, Any, str, Any]] = [
-    ("repeat_penalty", 1.3, "repetition_penalty", 1.3), ("n_predict", 7, "max_tokens", 7), ("n_predict", -1, "max_tokens", None), ("seed", -1, "seed", None),
+    ("repeat_penalty", 1.3, "repetition_penalty", 1.3), ("n_predict", 7, "max_tokens", 7), ("n_predict", -1, "max_tokens", -1), ("seed", -1, "seed", None),
     ("seed", -2, "seed", -2), ("seed", (1 << 63) - 1, "seed", (1 << 63) - 1),
 ]  # fmt: skip
 
@@ -66,14 +67,39 @@ def test_what_other_servers_call_otherwise_has_its_meaning(kind: type[Body], bod
     assert asked.params() == parse(kind, orjson.dumps(body | {here: meant})).params()  # type: ignore[attr-defined]
 
 
+SAME_MEANING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stop": ""}, {}), ({"stop": []}, {}), ({"stop": ["a", ""]}, {"stop": "a"}), ({"n_predict": -2}, {"max_tokens": -1}),
+    ({"logit_bias": {}}, {}), ({"top_k": -1}, {"top_k": 0}), ({"top_k": 5.0}, {"top_k": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "same"), SAME_MEANING)
+@pytest.mark.parametrize(("kind", "body"), [(ChatCompletionBody, CHAT), (CompletionBody, COMPLETION)])
+def test_two_ways_to_say_it_mean_the_same(kind: type[Body], body: Any, fields: dict[str, Any], same: dict[str, Any]) -> None:
+    asked, plain = (parse(kind, orjson.dumps(body | each)) for each in (fields, same))
+    assert isinstance(asked, GenerateBody) and isinstance(plain, GenerateBody)
+    assert asked.params() == plain.params() and asked.scheduling(0.0, "") == plain.scheduling(0.0, "")  # type: ignore[attr-defined]
+
+
+def test_as_many_tokens_as_fit_are_no_sixteen() -> None:
+    assert CompletionBody.model_validate(COMPLETION | {"max_tokens": -1}).params().max_tokens is None
+    assert CompletionBody.model_validate(COMPLETION).params().max_tokens == 16
+    assert ChatCompletionBody.model_validate(CHAT | {"max_completion_tokens": -1}).params().max_tokens is None
+
+
+def test_a_share_of_nothing_is_greedy() -> None:
+    assert SamplingParams(top_p=0.0).is_greedy and not SamplingParams(top_p=0.01).is_greedy
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"repeat_penalty": 1.3, "repetition_penalty": 1.2}, "repeat_penalty", "repeat_penalty: it differs from repetition_penalty: give one"),
     ({"n_predict": 3, "max_tokens": 4}, "n_predict", "n_predict: it differs from max_tokens: give one"),
     ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty: "),
     ({"seed": 1.5}, "seed", "seed: "),
     ({"truncation_side": "right"}, "truncation_side", "unknown or unsupported field: truncation_side"),
-    ({"stop": ""}, "stop", "stop takes strings of 1 to 256 characters, got an empty one"),
-    ({"stop": ["a", ""]}, "stop", "stop takes strings of 1 to 256 characters, got an empty one"),
+    ({"stop": "x" * 257}, "stop", "stop takes strings of 1 to 256 characters, got one of 257 characters"),
+    ({"top_p": -0.1}, "top_p", "top_p must be between 0.0 and 1.0, got -0.1"),
+    ({"max_tokens": -3}, "max_tokens", "max_tokens: "),
     ({"stop": [5]}, "stop[0]", "stop[0]: expected a text, got an integer"),
     ({"stop": 5}, "stop", "stop: expected a text or a list of texts, got an integer"),
     ({"stop": ["a"] * 17}, "stop", "stop: takes at most 16 items, got 17"),

@@ -6,14 +6,15 @@ from typing import Any
 import orjson
 import pytest
 
+from services.gateway.api.llamacpp.schemas import InfillBody
 from services.requests.answers.answer import Answer
 from services.requests.answers.formats import delta_fields, message_fields
 from services.requests.anthropic.chat import chat_of as message_chat
 from services.requests.anthropic.schemas import MessagesBody
 from services.requests.bodies.body import Body
 from services.requests.bodies.ignored import collecting, pass_over
-from services.requests.bodies.parse import parse
-from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.bodies.parse import check, parse
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.record import make_record
 from services.requests.responses.chat import chat_of as response_chat
 from services.requests.responses.events import ResponseEvents
@@ -26,7 +27,18 @@ from tests.unit.deltas import USAGE
 RECORDED = sorted(Path("tests/recorded").glob("*.json"))
 
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "message": MessagesBody, "response": ResponseBody}
+BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "message": MessagesBody, "response": ResponseBody, "infill": InfillBody}
+
+
+def params_of(kind: str, body: dict[str, Any]) -> SamplingParams:
+    """As the route reads it: everything in it is looked at."""
+    if kind != "infill":
+        chat = chat_of(kind, body)
+        chat.calling()
+        return chat.params()
+    parsed = parse(InfillBody, orjson.dumps(body))
+    pass_over(*parsed.passed_over)
+    return check(CompletionBody, parsed.as_completion("m", ["x"], {})).params()
 
 
 def chat_of(kind: str, body: dict[str, Any]) -> ChatCompletionBody:
@@ -49,12 +61,10 @@ def read(path: Path) -> dict[str, Any]:
 def test_a_real_client_s_body_is_taken_and_what_is_passed_over_is_named(path: Path) -> None:
     recorded = read(path)
     with collecting() as names:
-        chat = chat_of(recorded["kind"], recorded["body"])
-        chat.params()
-        chat.calling()
+        params_of(recorded["kind"], recorded["body"])
     assert set(names) == set(recorded["ignored"])
     with collecting(is_strict=True), pytest.raises(Invalid, match="unknown or unsupported field") as refused:
-        chat_of(recorded["kind"], recorded["body"]).calling()
+        params_of(recorded["kind"], recorded["body"])
     assert refused.value.code == "unknown_parameter"
 
 

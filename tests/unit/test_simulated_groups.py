@@ -211,7 +211,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*few, "--model", "llama-3-70b", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--price", "2"]) == 0
     assert "llama-3-70b on 2 x 2 a100-80g" in capsys.readouterr().out
     assert main([*few, "--table", "--model", "llama-3-8b", "--hardware", "rtx4090-24g", "--quantization", "w8a8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    assert told.err.splitlines() == ["simulating llama-3-8b on rtx4090-24g, w8a8"]
+    lines = told.out.splitlines()
     assert [line.split(" | ")[1] for line in lines if line.startswith("| rtx")] == ["1", "2", "4", "8"]
     for bad, flag in (
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),

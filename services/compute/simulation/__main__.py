@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tqdm import tqdm
+
 from services.compute.scheduling.admission import STRATEGIES
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.simulation.fleet import Fleet, Run
@@ -143,9 +145,10 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 
 def print_lines(lines: Iterator[str]) -> None:
-    """Each as soon as it is found."""
+    """Each as soon as it is found, and above the bar where both are on one terminal."""
     for line in lines:
-        print(line, flush=True)
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(line, flush=True)
 
 
 def limits_of(args: argparse.Namespace) -> StepLimits:

@@ -1,8 +1,11 @@
 """The hardware table: models on cards, in numbers that a buyer asks for."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+from tqdm import tqdm
 
 from services.compute.simulation.fleet import Fleet
 from services.compute.simulation.hardware import HARDWARE, KV_BYTES, LINKS, PRECISIONS, Precision
@@ -110,17 +113,24 @@ def best_group(model: ModelShape, case: Case, num_cards: int, requests: list[Tra
 
 
 def lines_of(name: str, model: ModelShape, cases: list[Case], requests: list[TraceRequest], limits: StepLimits) -> Iterator[str]:
-    """A table in Markdown, line by line, as they are found."""
+    """A table in Markdown, line by line, as they are found. What is being simulated is told on
+    standard error: a bar on a terminal, else a line for each case."""
     yield f"### {name}"
     yield ""
     yield f"| {' | '.join(HEADS)} |"
     yield "|---|" + "--:|" * (len(HEADS) - 1)
-    for case in cases:
-        for num_cards in NUM_CARDS:
-            group = best_group(model, case, num_cards, requests, limits)
-            line = simulate_line(model, replace(case, group=group), requests, limits)
-            if line is not None:
-                yield f"| {' | '.join(line.cells)} |"
+    is_seen = sys.stderr.isatty()
+    with tqdm(total=len(cases) * len(NUM_CARDS), desc=name, unit="line", leave=False, disable=not is_seen) as bar:
+        for case in cases:
+            if not is_seen:
+                sys.stderr.write(f"simulating {name} on {case.hardware}, {case.quantization}\n")
+            for num_cards in NUM_CARDS:
+                bar.set_postfix_str(f"{num_cards} x {case.hardware}, {case.quantization}")
+                group = best_group(model, case, num_cards, requests, limits)
+                line = simulate_line(model, replace(case, group=group), requests, limits)
+                bar.update()
+                if line is not None:
+                    yield f"| {' | '.join(line.cells)} |"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")  # as a folder's readers find them
 MODEL = "model.safetensors"
@@ -55,4 +55,4 @@ def write_model(out: Path, tensors: dict[str, torch.Tensor], write_config: Calla
         return aside.rename(out / MODEL).stat().st_size
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)
-        raise StartupError(f"{out}: the model can't be written: {error}") from None
+        raise StartupError(f"{out}: the model can't be written: {words_of(error)}") from None

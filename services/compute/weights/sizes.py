@@ -1,4 +1,5 @@
-"""How large a model is, by the names of llama.cpp's `meta`."""
+"""How large a model is, by the names of llama.cpp's `meta`, and of what kind, by those of Ollama's
+`details`."""
 
 import math
 
@@ -6,6 +7,7 @@ from safetensors import SafetensorError, safe_open
 
 from shared.model.files import ModelFiles
 from shared.model.gguf.parts import parts_of, read_model
+from shared.model.weights_form import form_of_file, form_of_folder
 
 
 def sizes_of(files: ModelFiles) -> dict[str, int]:
@@ -18,6 +20,19 @@ def sizes_of(files: ModelFiles) -> dict[str, int]:
         "n_params": num_params(files), "size": sum(each.stat().st_size for each in weights),
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
+
+
+def weights_of(files: ModelFiles, quantization: str) -> dict[str, str]:
+    """The kind of model, as Ollama tells it: `family`, `format`, and `quantization_level`, which is
+    how it is computed where compute quantizes it. quantization: compute's; none: as the files are.
+    What the files do not say is left out."""
+    if is_file := files.weights.is_file():
+        family, form = str(read_model(files.weights).metadata.get("general.architecture") or ""), form_of_file(files.weights)
+    else:
+        family, form = str(files.config.get("model_type") or ""), form_of_folder(files.config)
+    level = form if quantization == "none" else quantization
+    found = {"family": family, "format": "gguf" if is_file else "safetensors", "quantization_level": level.upper()}
+    return {name: value for name, value in found.items() if value}
 
 
 def num_params(files: ModelFiles) -> int | None:

@@ -1,15 +1,12 @@
-"""The layers around every request: its X-Request-Id, one Host, its origin, and a bound on its body. Plain
+"""The layers around every request: its X-Request-Id, one Host, and a bound on its body. Plain
 ASGI, so that streams pass untouched."""
 
 import re
 import uuid
-from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.http.auth import is_public
 from services.gateway.http.errors import error_response, speaks_anthropic
 from services.requests.bodies.ignored import HEADER, collecting
 
@@ -71,35 +68,6 @@ class Slash:
         if scope["type"] == "http" and not scope["path"].startswith("/playground"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         await self.app(scope, receive, send)
-
-
-class SameOrigin:
-    """403 for what a page of another origin sends, unless the operator named its origin. A gateway
-    without keys is reached by every page of the browsers on its machine: that they can't read the
-    answer does not keep them from asking.
-
-    Programs send neither header. A browser says `none` of what its user, or an extension with the
-    right to, began.
-    """
-
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        self.app = app
-        self.allowed = frozenset(allowed)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and is_public(scope["path"]))
-        if is_open or self.lets_in(Headers(scope=scope)):
-            return await self.app(scope, receive, send)
-        message = "A page of another origin may not use this gateway: start it with --allow-origin and the page's origin."
-        await error_response(scope, 403, message, None, "origin_not_allowed")(scope, receive, send)
-
-    def lets_in(self, headers: Headers) -> bool:
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if "*" in self.allowed or origin in self.allowed or site in ("same-origin", "none"):
-            return True
-        if origin is None:
-            return site is None
-        return urlsplit(origin).netloc == headers.get("host", "") != ""
 
 
 class Head:

@@ -4,6 +4,7 @@ name; what else is unknown is passed over, and named.
 - What asks for nothing, or for what is done anyway, is taken without a word: null or something
   empty in any field, and the values in the tables.
 - Any other value of a field in the tables would change the answer: it is refused by name.
+- An integer may be written as 5.0.
 - A field in no table is passed over, and named in the answer's header (ignored.py): clients add
   fields every month, and few of them change an answer.
 
@@ -12,12 +13,13 @@ What we sent, a client may send back: an assistant's message with all its fields
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, ClassVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from services.requests.bodies.fields import shortened
+from services.requests.bodies.fields import shortened, whole_items
 from services.requests.bodies.ignored import MAX_NAMES, collecting, tell, tell_below
 
 Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
@@ -25,19 +27,22 @@ Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 ANYTHING: tuple[Any, ...] = ("anything",)
 REFUSED: tuple[Any, ...] = ()
 
+# What llama.cpp's own endpoints and OpenAI's take alike. Not in it are samplers, repeat_last_n, min_keep, n_indent, t_max_predict_ms: its clients send
+# them with every request, so they are passed over, and named
+OF_LLAMA_CPP: Table = {
+    "cache_prompt": ANYTHING, "grammar_lazy": (False,), "id_slot": ANYTHING, "lora": REFUSED, "mirostat": (0,), "mirostat_eta": ANYTHING,
+    "mirostat_tau": ANYTHING, "n_cache_reuse": ANYTHING, "n_keep": ANYTHING, "post_sampling_probs": (False,), "tfs_z": (1,),
+}  # fmt: skip
 # Samplers, constraints and adapters of other servers
 OF_OTHER_SERVERS: Table = dict.fromkeys(
     (
         "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "guided_whitespace_pattern", "json_schema", "kv_transfer_params",
-        "logits_processors", "logprob_token_ids", "lora", "lora_path", "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex",
-        "repetition_detection", "repetition_penalty_range", "samplers", "smoothing_factor", "structural_tag", "tfs", "thinking_token_budget", "top_a",
-        "vllm_xargs",
+        "logits_processors", "logprob_token_ids", "lora_path", "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex",
+        "repetition_detection", "repetition_penalty_range", "smoothing_factor", "structural_tag", "tfs", "thinking_token_budget", "top_a", "vllm_xargs",
     ),
     REFUSED,
-) | {
-    "adaptive_target": (-1,), "custom_token_bans": REFUSED, "grammar_lazy": (False,), "min_keep": (0,), "mirostat": (0,), "mirostat_eta": ANYTHING,
-    "mirostat_tau": ANYTHING, "n_indent": (0,), "n_probs": (0,), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "reasoning_budget_tokens": (-1,), "reasoning_format": ("auto", "deepseek"), "repeat_last_n": (-1,), "t_max_predict_ms": (-1, 0), "tfs_z": (1,),
+) | OF_LLAMA_CPP | {
+    "custom_token_bans": REFUSED, "n_probs": (0,), "parse_tool_calls": (True,), "reasoning_budget_tokens": (-1,), "reasoning_format": ("auto", "deepseek"),
     "thinking_budget_tokens": (-1,), "thinking_forced_open": (False,), "truncation_side": ("left",),  # truncate_prompt_tokens keeps the end
 }  # fmt: skip
 OF_REQUESTS: Table = {name: values for name, values in OF_OTHER_SERVERS.items() if name not in ("grammar", "json_schema")} | {
@@ -63,8 +68,14 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
 
+    integers: ClassVar[frozenset[str]] = frozenset()  # the fields that take one, or several
+
     _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
     _is_worth_a_look: bool = PrivateAttr(False)  # something was passed over in it or below; mostly nothing was
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.integers = frozenset(name for name, field in cls.model_fields.items() if takes_integers(field.annotation))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -74,6 +85,7 @@ class Body(BaseModel):
         if not isinstance(value, dict):
             return handler(value)
         value = without_neutral(value, cls.model_fields, cls.neutral)
+        value |= {name: whole_items(value[name]) for name in cls.integers & value.keys()}
         unknown = [key for key in value if key not in cls.model_fields]
         refused = [key for key in unknown if key in cls.neutral]
         known = {key: each for key, each in value.items() if key in cls.model_fields} if unknown else value
@@ -124,6 +136,26 @@ def _again(error: Any) -> InitErrorDetails:
     """An error that was raised, to be raised once more."""
     kind = PydanticCustomError(error["type"], "{reason}", {"reason": error["msg"], "at": str(error.get("ctx", {}).get("at", ""))})
     return InitErrorDetails(type=kind, loc=error["loc"], input=None)
+
+
+def takes_integers(annotation: Any) -> bool:
+    """Whether a field of this type takes an integer, or several, and no other number."""
+    kinds = set(kinds_of(annotation))
+    return int in kinds and float not in kinds
+
+
+def kinds_of(annotation: Any) -> Iterator[Any]:
+    """The types that one is made of: of unions, lists, maps and literals those within."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from kinds_of(get_args(annotation)[0])
+    elif origin in (Union, UnionType, list, dict):
+        for each in get_args(annotation)[origin is dict :]:
+            yield from kinds_of(each)
+    elif origin is Literal:
+        yield from map(type, get_args(annotation))
+    else:
+        yield annotation
 
 
 def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: Table) -> dict[str, Any]:

@@ -27,6 +27,8 @@ OTHER_MEDIA = {
 
 OF_PARTS = ("annotations", "cache_control", "prompt_cache_breakpoint")  # fields of a part that change no answer
 
+WORD = 1 << 63  # JSON's whole numbers from here on came as floats that have lost their last digits
+
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 Prompt = str | TokenIds
 
@@ -58,12 +60,28 @@ def at(path: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("at", "{reason}", {"at": path, "reason": message})
 
 
+def whole(value: Any) -> Any:
+    """An integer where a client wrote it as 5.0: JSON has one kind of numbers. Anything else is as
+    it was."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < WORD else value
+
+
+def whole_items(value: Any) -> Any:
+    """The same of a number, or of each number in a list or a map."""
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
+    if not isinstance(value, list):
+        return whole(value)
+    return [*map(whole, value)] if float in set(map(type, value)) else value
+
+
 def read_prompt(value: Any, most: int = MAX_SEQUENCES) -> list[Prompt]:
     """The prompt's four forms as a list of texts or of token ids. most: prompts in one request."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise at("", f"expected a text, token ids, or a list of either, got {kind_of(value)}")
+    value = whole_items(value)
     if not value:
         raise at("", "it is empty")
     if type(value[0]) is int:
@@ -87,6 +105,7 @@ def read_texts(value: list[Any]) -> list[Prompt]:
 def read_token_ids(value: Any, path: str) -> TokenIds:
     if not isinstance(value, list) or not value:
         raise at(path, f"expected token ids, got {kind_of(value) if not isinstance(value, list) else 'an empty list'}")
+    value = whole_items(value)
     if set(map(type, value)) != {int}:
         index = next(index for index, each in enumerate(value) if type(each) is not int)
         raise at(f"{path}[{index}]", f"expected a token id like those before it, got {kind_of(value[index])}")
@@ -160,7 +179,7 @@ def kind_of(value: Any) -> str:
     """The JSON name of a value's type."""
     if value is None:
         return "null"
-    if isinstance(value, float) and abs(value) >= 1 << 63:  # orjson reads integers beyond 64 bits as these
+    if isinstance(value, float) and abs(value) >= WORD:  # orjson reads integers beyond 64 bits as these
         return "a number beyond 64 bits"
     names = {bool: "a boolean", int: "an integer", float: "a number with a fraction", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)

@@ -16,7 +16,7 @@ from typing import IO, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 from shared.process.telemetry import get_logger
 
 PIECE_BYTES = 1 << 20
@@ -37,7 +37,7 @@ class Storage:
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except (OSError, ValueError, ImportError) as error:
-            raise StartupError(f"--files-url {url}: {error}") from None
+            raise StartupError(f"--files-url {url}: {words_of(error)}") from None
 
     @contextmanager
     def writing(self, path: str) -> Iterator[IO[bytes]]:

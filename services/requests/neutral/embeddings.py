@@ -6,7 +6,7 @@ from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body
 from services.requests.bodies.content import Content
-from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids
+from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids, whole_items
 from services.requests.bodies.ignored import tell_others
 from services.requests.neutral.messages import Message
 from services.requests.neutral.schemas import (
@@ -29,7 +29,7 @@ from shared.wire.messages import EmbeddingParams, EncodingParams
 def read_input(value: Any) -> list[Prompt]:
     """Texts and token ids, as prompts are read; in a list, both, and llama.cpp's objects with a
     `prompt_string` or with the parts of a message's `content`."""
-    items = [value] if isinstance(value, dict) else value
+    items = [value] if isinstance(value, dict) else whole_items(value)
     kinds = {type(each) for each in items} if isinstance(items, list) else set()
     if len(kinds) < 2 and dict not in kinds:
         return read_prompt(items, MAX_INPUTS)

@@ -56,17 +56,19 @@ class GenerateBody(Body):
     n: int = Field(1, ge=1, le=MAX_SEQUENCES, description="answers to each prompt; prompts times n is bounded, too")
     stream: bool = Field(False, description="send the answer as it comes, as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="for streams; see StreamOptions")
-    max_tokens: int | None = Field(None, description="longest answer; cut to what the prompt leaves of the model's length")
-    n_predict: int | None = Field(None, ge=-2, description="llama.cpp's name of max_tokens; -1 or -2: as many as fit")
+    max_tokens: int | None = Field(None, ge=-2, description="longest answer; cut to what the prompt leaves of the model's length; -1 or -2: as many as fit")
+    n_predict: int | None = Field(None, ge=-2, description="llama.cpp's name of max_tokens")
     min_tokens: int | None = Field(None, description="no end token before so many tokens")
     temperature: float | None = Field(None, description="below 0.001 the likeliest token is taken")
-    top_p: float | None = Field(None, description="keep the likeliest tokens whose share reaches it")
+    top_p: float | None = Field(None, description="keep the likeliest tokens whose share reaches it; 0: the likeliest one")
     top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="keep tokens at least so likely, relative to the likeliest")
     seed: int | None = Field(
         None, ge=-(1 << 63), lt=1 << 64, description="the same request with the same seed gets the same answer; left out or -1: a random one is drawn"
     )
-    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
+    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(
+        None, description="texts that end the answer; empty ones end none"
+    )
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
     ignore_eos: bool = Field(False, description="the model's end tokens do not end the answer")
     frequency_penalty: float | None = Field(None, description="subtracted from a token's logit for each time that the output has it")
@@ -127,8 +129,6 @@ class GenerateBody(Body):
         it."""
         if self.seed == -1:
             self.seed = None
-        if self.n_predict is not None and self.n_predict < 0:
-            self.n_predict = None
         for other, name in (("n_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty")):
             given = getattr(self, other)
             if given is not None and getattr(self, name) not in (None, given):
@@ -147,14 +147,15 @@ class GenerateBody(Body):
         self._check_choices()
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {
-            "max_tokens": min(max_tokens, MAX_TOKENS) if max_tokens is not None else None,  # what is too much is cut: see the tokenizer
+            "max_tokens": None if max_tokens is None or max_tokens < 0 else min(max_tokens, MAX_TOKENS),  # the tokenizer cuts what is too much
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's way to say "off"
             "min_p": self.min_p,
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if self.stop else None,
+            "stop": tuple(filter(None, stops)),
             "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
             "ignore_eos": self.ignore_eos,
             "frequency_penalty": self.frequency_penalty,
@@ -287,7 +288,7 @@ class ChatCompletionBody(GenerateBody):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message")]
     echo: bool = Field(False, description="the answer begins with the last message, if that is the assistant's, as with continue_final_message")
-    max_completion_tokens: int | None = Field(None, description="max_tokens by its newer name")
+    max_completion_tokens: int | None = Field(None, ge=-2, description="max_tokens by its newer name")
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
     top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
     tools: Tools | None = Field(None, description=f"up to {MAX_TOOLS} functions and custom tools that the model may call")
@@ -297,8 +298,8 @@ class ChatCompletionBody(GenerateBody):
     function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
     prediction: Prediction | None = Field(None, description="the answer as it is expected, such as a file with changes: what holds of it comes faster")
     include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
-    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template; none also sets enable_thinking to false")
-    verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template")
+    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{0,16}$", description="a variable of the template; none also sets enable_thinking to false")
+    verbosity: str | None = Field(None, pattern=r"^[a-z]{0,16}$", description="a variable of the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
     documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(None, description="a variable of the template")
@@ -329,7 +330,7 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
             raise Invalid("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
-        kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort or None, "verbosity": self.verbosity or None}
         if self.reasoning_effort == "none" or begins_with_call:
             kwargs |= {"enable_thinking": False, "thinking": False}
         kwargs |= self.chat_template_kwargs or {}
@@ -364,7 +365,7 @@ class ChatCompletionBody(GenerateBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise Invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        if max_tokens == 0:
+        if max_tokens == 0 and self.n_predict != 0:  # which asks for the prompt to be cached
             raise Invalid("max_tokens must be at least 1, got 0", param="max_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)

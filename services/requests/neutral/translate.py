@@ -1,5 +1,6 @@
 """Turns other APIs' bodies into chats, and reports the chats' errors in the other API's terms."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +16,21 @@ from shared.wire.messages import RequestError
 Json = dict[str, Any]
 
 
+# What a number beyond these means to llama.cpp and Ollama, which refuse none: the nearest one within
+RANGES = {"temperature": (0.0, math.inf), "top_k": (0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "typical_p": (0.0, 1.0)}
+
 PLACED = re.compile(r"(messages|tools)\[(\d+)\]")
 
 
 NUMBER = re.compile(r"\[\d+\]")
+
+
+def as_llama_reads(name: str, value: Any) -> Any:
+    """A sampling parameter, by the chat's name, within its range. What is no number stays as it is."""
+    if name not in RANGES or isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    low, high = RANGES[name]
+    return min(max(value, low), high)
 
 
 def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]) -> ChatCompletionBody:

@@ -47,7 +47,7 @@ class ResponseBody(Body):
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)] = Field(description="a text, or a list of items")
     instructions: str | None = Field(None, description="the system's message; previous_response_id does not bring those of the response before")
-    max_output_tokens: int | None = Field(None, ge=1, description=description_of("max_tokens"))
+    max_output_tokens: int | None = Field(None, ge=-2, description=description_of("max_tokens"))
     temperature: Any = Field(None, description=description_of("temperature"))
     top_p: Any = Field(None, description=description_of("top_p"))
     top_logprobs: int | None = Field(None, ge=0, le=20, description="logprobs of so many of the likeliest tokens at each position")

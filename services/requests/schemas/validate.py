@@ -24,8 +24,8 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     try:
         value = read_json(text, parse_float=float)
-    except TooDeep as error:
-        return [problem("$", f"not checked: it is {error}")]
+    except TooDeep as depth:
+        return [problem("$", f"not checked: it is {depth}")]
     except ValueError:
         return [problem("$", "it is not JSON")]
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -110,7 +110,7 @@ def read_head(path: Path) -> GgufHead:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(path, data).head()
     except (OSError, ValueError) as error:
-        raise StartupError(f"{path}: {error}") from None
+        raise StartupError(f"{path}: {words_of(error)}") from None
 
 
 class _Cursor:

@@ -4,9 +4,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
-from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids
+from services.requests.bodies.body import OF_LLAMA_CPP, Body, Table
+from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids, whole, whole_items
 from services.requests.neutral.schemas import MAX_USER, description_of
+from services.requests.neutral.translate import as_llama_reads
 from shared.model.sampling_params import MAX_LOGIT_BIAS
 from shared.process.errors import Invalid
 
@@ -63,6 +64,7 @@ def read_pieces(value: Any, path: str) -> Pieces:
         return [value]
     if not isinstance(value, list) or not value:
         raise at(path, f"expected a text, token ids, or both mixed, got {kind_of(value)}")
+    value = whole_items(value)
     if set(map(type, value)) == {int}:
         return [read_token_ids(value, path)]
     pieces: Pieces = []
@@ -90,7 +92,7 @@ def read_biases(value: Any) -> Biases:
     for index, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise at(f"[{index}]", f"expected a token and a bias, got {kind_of(pair)}")
-        token, bias = pair
+        token, bias = whole(pair[0]), pair[1]
         if isinstance(value, dict) and token.isascii() and token.isdigit():
             token = int(token)
         if bias is not False and (isinstance(bias, bool) or not isinstance(bias, int | float)):
@@ -104,10 +106,7 @@ def read_biases(value: Any) -> Biases:
 class LlamaBody(Body):
     """The fields that completions and infills share."""
 
-    neutral: ClassVar[Table] = {
-        "cache_prompt": ANYTHING, "id_slot": ANYTHING, "n_cache_reuse": ANYTHING, "n_keep": ANYTHING, "lora": REFUSED, "mirostat": (0,),
-        "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "post_sampling_probs": (False,), "tfs_z": (1,),
-    }  # fmt: skip
+    neutral: ClassVar[Table] = OF_LLAMA_CPP
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(False, description="send the answer as it comes; the last event says stop: true")
@@ -158,11 +157,10 @@ class LlamaBody(Body):
         """The body of the same completion. Raises Invalid."""
         if self.grammar and self.json_schema is not None:
             raise Invalid("give grammar or json_schema, not both", param="grammar")
-        given = {name: getattr(self, name) for name in SAME} | {ours: getattr(self, name) for name, ours in RENAMED.items()}
+        given = {name: as_llama_reads(name, getattr(self, name)) for name in SAME} | {ours: getattr(self, name) for name, ours in RENAMED.items()}
         given["max_tokens"] = self.limit or None  # 0 is set later: to a completion it is a mistake
         given["logprobs"] = self.n_probs or None
         given["seed"] = None if self.seed is not None and (self.seed < 0 or self.seed == RANDOM_SEED) else self.seed
-        given["top_k"] = None if self.top_k is not None and self.top_k <= 0 else self.top_k
         outputs = {"grammar": self.grammar} if self.grammar else {"json": self.json_schema} if self.json_schema is not None else None
         own = {"model": model, "prompt": prompts, "logit_bias": biases or None, "structured_outputs": outputs}
         return DEFAULTS | {name: value for name, value in (given | own).items() if value is not None}

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.api.ollama.routes import name_here
@@ -43,6 +44,9 @@ async def embed(request: Request) -> Response:
     """A vector of each input."""
     context, body = await context_of(request).read(request, OllamaEmbedBody)
     began_ns = time.monotonic_ns()
+    if not body.input:
+        context.resolve(name_here(context, body.model))
+        return JSONResponse({"model": body.model, "embeddings": []})
     if not all(isinstance(each, str) for each in body.input):
         raise Invalid("input takes a text, or a list of texts", param="input")
     truncation = None if body.truncate is False else -1
@@ -58,5 +62,8 @@ async def embed(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """One vector."""
     context, body = await context_of(request).read(request, OllamaEmbeddingsBody)
+    if not body.prompt:
+        context.resolve(name_here(context, body.model))
+        return JSONResponse({"embedding": []})
     asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1)
     return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

@@ -123,13 +123,7 @@ async def show(request: Request) -> dict[str, Any]:
         "parameters": "",
         "template": "",
         "details": described["details"],
-        "model_info": {
-            "general.architecture": "penstock",
-            "general.basename": replica.model or name,
-            "general.name": name,
-            "general.type": "model",
-            "penstock.context_length": replica.max_model_len,
-        },
+        "model_info": model_info(name, replica),
         "capabilities": capabilities(context, name, replica),
         "modified_at": described["modified_at"],
     }
@@ -170,12 +164,35 @@ def name_here(context: Context, name: str) -> str:
 
 
 def card(name: str, replica: Replica) -> Json:
-    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left
-    empty.
+    """A model in Ollama's lists. What compute has not announced is left empty.
 
     Its digest is of what tells one model from another here, as the fingerprint does; Ollama's
     command line cuts twelve digits off it, and fails at fewer.
     """
     digest = hashlib.sha256(f"{replica.model} {replica.fingerprint}".encode()).hexdigest()
-    details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
-    return {"name": name, "model": name, "modified_at": now_text(replica.started_at), "size": 0, "digest": digest, "details": details}
+    weights, count = replica.weights, replica.sizes.get("n_params")
+    details = {name: weights.get(name, "") for name in ("format", "family", "quantization_level")} | {
+        "parent_model": "", "families": [weights["family"]] if "family" in weights else [], "parameter_size": rounded(count) if count else "",
+    }  # fmt: skip
+    return {
+        "name": name, "model": name, "modified_at": now_text(replica.started_at), "size": replica.sizes.get("size", 0), "digest": digest,
+        "details": details,
+    }  # fmt: skip
+
+
+def rounded(count: int) -> str:
+    """A number of parameters in Ollama's words: 7.2B, 134.52M, 12K."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.0f}K" if count >= 10**3 else str(count)
+
+
+def model_info(name: str, replica: Replica) -> Json:
+    """The facts of a model, by GGUF's names. Those of its shape stand under its family's."""
+    family, sizes = replica.weights.get("family", "penstock"), replica.sizes
+    found = {
+        "general.architecture": family, "general.basename": replica.model or name, "general.name": name, "general.type": "model",
+        "general.parameter_count": sizes.get("n_params"), f"{family}.context_length": replica.max_model_len, f"{family}.embedding_length": sizes.get("n_embd"),
+        f"{family}.vocab_size": sizes.get("n_vocab"),
+    }  # fmt: skip
+    return {key: value for key, value in found.items() if value is not None}

@@ -1,15 +1,15 @@
 """The bodies of Ollama's API, and its messages as those of a chat."""
 
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
+from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
 from services.requests.bodies.ignored import tell_others
 from services.requests.neutral.schemas import MAX_MESSAGES
+from services.requests.neutral.translate import as_llama_reads
 from shared.process.errors import Invalid
 
 Json = dict[str, Any]
@@ -29,7 +29,7 @@ NAME_HERE = {chat: f"options.{name}" for name, chat in OPTIONS.items()} | {
     "response_format": "format", "response_format.json_schema": "format", "response_format.json_schema.schema": "format",
     "chat_template_kwargs": "think", "reasoning_effort": "think",
 }  # fmt: skip
-ASK_NOTHING = {"num_predict": (-1, -2), "typical_p": (1, 0), "mirostat": (0,), "tfs_z": (1,)}
+ASK_NOTHING = {"num_predict": (0, -1, -2), "repeat_penalty": (0,), "typical_p": (1, 0), "mirostat": (0,), "tfs_z": (1,)}
 
 
 def read_messages(value: Any) -> list[Json]:
@@ -89,8 +89,6 @@ def _read_call(value: Any, path: str) -> Json:
 class OllamaBody(Body):
     """The fields that both endpoints share."""
 
-    neutral: ClassVar[Table] = {"template": REFUSED}
-
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(True, description="send the answer as it comes, a JSON object a line")
     options: Json | None = Field(None, description="sampling parameters; those that say how Ollama runs a model are passed over")
@@ -109,6 +107,7 @@ class OllamaBody(Body):
         tell_others(self.options or {}, OPTIONS, "options")
         given = {name: value for name, value in (self.options or {}).items() if name in OPTIONS and value is not None}
         asked = {OPTIONS[name]: value for name, value in given.items() if name not in ASK_NOTHING or value not in ASK_NOTHING[name]}
+        asked = {name: as_llama_reads(name, value) for name, value in asked.items()}
         return DEFAULTS | asked | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs if self.logprobs else None}
 
     def response_format(self) -> Json | None:
@@ -142,12 +141,17 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool = Field(False, description="true: continue the prompt as it is, without the model's template")
 
 
+def read_texts_to_embed(value: Any) -> list[Prompt]:
+    """A text or several; an empty text, or an empty list, is none."""
+    return read_prompt(value, MAX_INPUTS) if value else []
+
+
 class OllamaEmbedBody(Body):
     neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
-        description="a text, or a list of texts: a vector is made of each"
+    input: Annotated[list[Prompt], PlainValidator(read_texts_to_embed), WithJsonSchema(PROMPT_SCHEMA)] = Field(
+        default_factory=list, description="a text, or a list of texts: a vector is made of each; empty: the answer has none"
     )
     dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
     truncate: bool | None = Field(None, description="false: refuse an input that is too long; else its end is cut off")
@@ -157,7 +161,7 @@ class OllamaEmbeddingsBody(Body):
     neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    prompt: str = Field(description="the text; its end is cut off where it is too long")
+    prompt: str = Field("", description="the text; its end is cut off where it is too long; empty: so is the vector")
 
 
 class OllamaModelBody(Body):

@@ -145,9 +145,9 @@ async def answer_scores(
 
 
 def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
-    """The vectors have length 1. Pairs each of `firsts` with its own of `seconds`, or the only one
-    with all."""
-    return [float(np.dot(first, second)) for first, second in zip(cycle(firsts), seconds, strict=False)]
+    """The vectors have length 1, but for the last bits, so a product may be a little above. Pairs
+    each of `firsts` with its own of `seconds`, or the only one with all."""
+    return [min(max(float(np.dot(first, second)), -1.0), 1.0) for first, second in zip(cycle(firsts), seconds, strict=False)]
 
 
 @router.post("/classify", openapi_extra=takes(ClassificationBody))
