@@ -266,7 +266,7 @@ def the_keyboard_suffices(page: Page) -> None:
         """return [...document.querySelectorAll("button, input, select, textarea")]
         .filter(each => !(each.ariaLabel || each.textContent.trim() || each.labels?.length)).map(each => each.outerHTML)"""
     )
-    assert unnamed == []
+    assert unnamed == [], unnamed
 
 
 @check

@@ -94,19 +94,19 @@ def a_finger_hits_everything_on_a_phone(page: Page) -> None:
     enter(page, temperature=0)
     page.say(QUESTION)
     page.answer()
-    assert page.run(SMALL, FINGER_PX) == []
+    assert (small := page.run(SMALL, FINGER_PX)) == [], small
     name = """const select = document.querySelector(".model"), context = document.createElement("canvas").getContext("2d"), style = getComputedStyle(select);
       context.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
       return select.clientWidth - context.measureText(arguments[0]).width"""
     assert page.run(name, "Qwen2.5-0.5B-Instruct") > 20, "a name as long as many are is read whole"
     page.run("document.querySelector('.settings-button').click(); document.querySelectorAll('#settings details').forEach(each => { each.open = true; })")
-    assert page.run(SMALL, FINGER_PX) == []
+    assert (small := page.run(SMALL, FINGER_PX)) == [], small
     page.run("document.querySelector('.settings-button').click(); document.querySelector('.menu').click()")
     page.wait("the list of chats", lambda: page.one(".chat-link").is_displayed())
-    assert page.run(SMALL, FINGER_PX) == []
+    assert (small := page.run(SMALL, FINGER_PX)) == [], small
     page.run("document.querySelectorAll('.tabs button')[1].click()")
     page.wait("the pipeline is drawn", lambda: page.all(".kill"))
-    assert page.run(SMALL, FINGER_PX) == []
+    assert (small := page.run(SMALL, FINGER_PX)) == [], small
 
 
 @check

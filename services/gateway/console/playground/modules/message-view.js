@@ -6,7 +6,7 @@ import {picture} from "./images.js";
 import {showMarkdown} from "./markdown.js";
 import {tokensView} from "./tokens.js";
 
-const REASONS = {length: "reached max_tokens", stopped: "stopped", tool_calls: "calls tools", cancelled: "cancelled"};
+const REASONS = {length: "reached the longest answer", stopped: "stopped", tool_calls: "calls tools", cancelled: "cancelled"};
 
 export class MessageView {
   // actions: {edit(message, text), again(message), choose(message), copy(message, button), answer(message, call, text), shorten(message) or null};
