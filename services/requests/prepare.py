@@ -193,6 +193,9 @@ def with_model_defaults(context: RequestContext, body: GenerateBody, params: Sam
     """The params with what the model's makers say in the place of what the request does not. A beam search draws nothing."""
     said = makers_sampling(context, model)
     missing: dict[str, Any] = {name: value for name, value in said.items() if getattr(body, name, None) is None}
+    longest = missing.pop("max_tokens", None)
+    if longest is not None and params.max_tokens is None and getattr(body, "max_completion_tokens", None) is None:
+        missing["max_tokens"] = max(longest, params.min_tokens)
     return replace(params, **missing) if missing and not body.use_beam_search else params
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shared.model.gguf.checkpoint import unpack_metadata, unpack_vision
 from shared.model.gguf.parts import model_name, part_names
 from shared.model.gguf.vision import MMPROJ, find_mmproj
-from shared.model.sampling_params import SamplingParams
+from shared.model.sampling_params import MAX_TOKENS, SamplingParams
 from shared.model.vision.families import read_family
 from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid, StartupError, words_of
@@ -159,6 +159,9 @@ class ModelFiles:
             raise StartupError(f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number")
         if given.get("top_k", 0) < 0:
             given["top_k"] = 0  # -1 is some makers' way to say "off"
+        longest = self.generation_config.get("max_new_tokens")
+        if isinstance(longest, int) and longest > 0:
+            given["max_tokens"] = min(longest, MAX_TOKENS)
         try:
             SamplingParams(**given)
         except Invalid as error:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.compute.tools.make_vision_model import make_vision_model
-from tests.browser import checks
+from tests.browser import checks, looks
 from tests.browser.page import Page, open_browser
 from tests.browser.picture import record
 from tests.pipeline.up import Up
@@ -35,7 +35,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             record(arguments.picture, Path(folder))
         return 0
-    found: dict[str, Callable[[Page], None]] = {name: value for name, value in vars(checks).items() if getattr(value, "is_check", False)}
+    found: dict[str, Callable[[Page], None]] = {name: value for name, value in (vars(checks) | vars(looks)).items() if getattr(value, "is_check", False)}
     if unknown := sorted(set(arguments.names) - set(found)):
         print(f"no check {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
         return 1

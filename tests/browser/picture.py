@@ -69,7 +69,7 @@ def play(page: Page, wanted: str) -> tuple[list[tuple[Image.Image, str]], float]
         length = len(page.text(".message:last-child .markdown"))
         if not is_killed and length > KILL_AFTER * len(wanted):
             page.run("document.querySelector(arguments[0]).click()", BUTTON)
-            is_killed, said, at_kill = True, "kill -9 compute. Its lease runs out; another process reads the log.", length
+            is_killed, said, at_kill = True, "kill -9 compute. Another process reads the log and takes over.", length
         elif is_killed and length > at_kill + 20:
             said = "The stream goes on at the next token."
         found.append((picture(page), said))

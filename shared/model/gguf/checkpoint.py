@@ -30,11 +30,15 @@ ASIDE = ".new-"  # what is still being written begins so
 
 def unpack_metadata(path: Path) -> Path:
     """The folder with config.json, generation_config.json, tokenizer.json and tokenizer_config.json
-    of the file, which may be the first of several parts. Raises StartupError.
+    of the file, which may be the first of several parts; and the chat_template.jinja that lies
+    beside it, which goes before its own. Raises StartupError.
 
     It has the name of the files' identity (path, size and time), so that a file that was changed
     gets another. Written aside and renamed: whoever looks sees all of it or nothing.
     """
+
+    template = path.with_name("chat_template.jinja")
+    beside = (template,) if template.is_file() else ()
 
     def make() -> dict[str, Any]:
         head = read_model(path)
@@ -43,9 +47,10 @@ def unpack_metadata(path: Path) -> Path:
             "generation_config.json": make_generation_config(head),
             "tokenizer.json": make_tokenizer(head),
             "tokenizer_config.json": make_tokenizer_config(head),
+            **{each.name: _read(each) for each in beside},
         }
 
-    return _unpacked(parts_of(path), "", make)
+    return _unpacked((*parts_of(path), *beside), "", make)
 
 
 def unpack_vision(mmproj: Path, hidden_size: int) -> Path:
@@ -74,6 +79,13 @@ def _unpacked(paths: tuple[Path, ...], other: str, make: Callable[[], dict[str, 
     except OSError as error:
         raise StartupError(f"{path}: its tokenizer can't be written to {folder.parent}: {error.strerror}; XDG_CACHE_HOME names another cache") from None
     return folder
+
+
+def _read(template: Path) -> str:
+    try:
+        return template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"{template} can't be read: {error}") from None
 
 
 def _identity(path: Path) -> str:
@@ -106,7 +118,8 @@ def _write(folder: Path, files: dict[str, Any]) -> None:
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder.parent))
     try:
         for name, content in files.items():
-            (aside / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (aside / name).write_text(text, encoding="utf-8")
         with contextlib.suppress(FileExistsError):
             aside.rename(folder)
     except OSError:

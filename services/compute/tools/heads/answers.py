@@ -74,7 +74,8 @@ def _answer(engine: Engine, files: ModelFiles, prompts: list[list[int]], samplin
         while True:
             while scheduler.num_unfinished < AT_ONCE and len(token_ids) + scheduler.num_unfinished * LONGEST // 2 < num_tokens:
                 prompt = prompts[num_begun % len(prompts)]
-                params = SamplingParams(max_tokens=min(LONGEST, engine.max_model_len - len(prompt)), seed=sampling.seed + num_begun, **said)  # type: ignore[arg-type]
+                said |= {"max_tokens": min(LONGEST, engine.max_model_len - len(prompt)), "seed": sampling.seed + num_begun}
+                params = SamplingParams(**said)  # type: ignore[arg-type]
                 scheduler.add(Sequence(Request(num_begun, str(num_begun), params, files.eos_token_ids, arrived_at=float(num_begun)), Tokens(list(prompt))))
                 num_begun += 1
             if run_step(scheduler, decide, is_over=is_over) is None:

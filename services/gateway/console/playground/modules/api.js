@@ -8,11 +8,13 @@ export const key = {
 };
 
 export class ApiError extends Error {
-  constructor(status, {message, code, param} = {}) {
+  constructor(status, {message, code, param, n_prompt_tokens: numPrompt, n_ctx: numContext} = {}) {
     super(message ?? `the server answered with ${status}`);
     this.status = status;
     this.code = code;
     this.param = param;
+    this.numPrompt = numPrompt; // of a prompt that is longer than the model's window
+    this.numContext = numContext;
   }
 }
 

@@ -1,7 +1,7 @@
 // The chat as it is shown: its messages, and below them the composer.
 
 import {Composer} from "./composer.js";
-import {path, versions} from "./conversation.js";
+import {canLeaveOut, path, versions} from "./conversation.js";
 import {h, iconButton, replace} from "./dom.js";
 import {takeImages} from "./images.js";
 import {MessageView} from "./message-view.js";
@@ -30,8 +30,13 @@ export class ChatPane {
 
   show(chat) {
     const shown = path(chat);
-    this.views = new Map(shown.map(message => [message.id, new MessageView(message, versions(chat, message), this.actions)]));
-    replace(this.list, shown.length ? [...this.views.values()].map(view => view.element) : this.#welcome());
+    const actions = {...this.actions, shorten: canLeaveOut(shown) ? this.actions.shorten : null};
+    this.views = new Map(shown.map(message => [message.id, new MessageView(message, versions(chat, message), actions)]));
+    const firstRead = shown.find(each => !each.isLeftOut);
+    replace(this.list, shown.length ? [...this.views].map(([id, view]) => [
+      id === firstRead?.id && firstRead !== shown[0] && this.#leftOut(),
+      view.element,
+    ]) : this.#welcome());
     this.isFollowing = true;
     this.#scrollToEnd();
   }
@@ -43,6 +48,11 @@ export class ChatPane {
 
   say(text) {
     this.status.textContent = text;
+  }
+
+  #leftOut() {
+    return h("li", {class: "left-out"}, h("span", {}, "The model no longer reads what is above."),
+      h("button", {type: "button", class: "plain", onclick: this.actions.takeBack}, "Let it read all again"));
   }
 
   #welcome() {

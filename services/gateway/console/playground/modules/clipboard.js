@@ -2,10 +2,14 @@
 
 import {notify} from "./notices.js";
 
-export async function copyText(text) {
+const SHOWN_MS = 1500;
+
+// The button that was pressed says that it is done.
+export async function copyText(text, button) {
   try {
     await navigator.clipboard.writeText(text);
-    notify("Copied");
+    button.classList.add("is-done");
+    setTimeout(() => button.classList.remove("is-done"), SHOWN_MS);
   } catch {
     notify("This browser lets only pages by HTTPS, or of this machine, copy");
   }

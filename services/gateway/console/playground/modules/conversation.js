@@ -40,10 +40,35 @@ export function show(chat, message) {
   chat.leaf = leaf.id;
 }
 
+// The turns of a path, each from a user's message to the next, that the model still reads.
+function turnsOf(shown) {
+  const turns = [];
+  for (const message of shown.filter(each => !each.isLeftOut)) {
+    if (message.role === "user" || !turns.length) turns.push([]);
+    turns.at(-1).push(message);
+  }
+  return turns;
+}
+
+export const canLeaveOut = shown => turnsOf(shown).length > 1;
+
+// Leave the oldest turns out, one at least and never the last, until what is left takes about half of the model's window, by its letters.
+export function leaveOut(shown, {numPrompt, numContext}) {
+  const size = turn => turn.reduce((sum, each) => sum + each.content.length + 1, 0);
+  const turns = turnsOf(shown);
+  let rest = turns.reduce((sum, turn) => sum + size(turn), 0);
+  const fits = (rest * numContext) / (2 * numPrompt);
+  for (const [index, turn] of turns.slice(0, -1).entries()) {
+    if (index && rest <= fits) return;
+    for (const message of turn) message.isLeftOut = true;
+    rest -= size(turn);
+  }
+}
+
 // What the API takes of the path that ends with this message.
 export function toMessages(chat, leaf) {
   const system = chat.settings.system?.trim();
-  const said = path(chat, leaf).filter(each => each.role !== "assistant" || each.content || each.toolCalls?.length);
+  const said = path(chat, leaf).filter(each => !each.isLeftOut && (each.role !== "assistant" || each.content || each.toolCalls?.length));
   return [...(system ? [{role: "system", content: system}] : []), ...said.map(toMessage)];
 }
 

@@ -19,7 +19,8 @@ export function generate(body, message, onchange) {
       }
       message.finishReason ??= "stopped";
     } catch (error) {
-      message.error = {message: error.message, code: error.code ?? null};
+      const {message: text, code, numPrompt, numContext} = error;
+      message.error = {message: text, code, numPrompt, numContext};
       message.finishReason = "error";
     }
     message.isRunning = false;

@@ -12,7 +12,7 @@ export class ImageTray {
     this.urls = [];
     this.accepts = false;
     this.element = h("ul", {class: "tray", "aria-label": "Images to send"});
-    this.input = h("input", {type: "file", accept: TYPES.join(","), multiple: true, hidden: true, onchange: () => {
+    this.input = h("input", {type: "file", accept: TYPES.join(","), multiple: true, hidden: true, "aria-label": "Images", onchange: () => {
       this.add(this.input.files);
       this.input.value = "";
     }});

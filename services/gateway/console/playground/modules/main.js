@@ -4,7 +4,7 @@ import {ApiError, listModels} from "./api.js";
 import {Bar} from "./bar.js";
 import {ChatPane} from "./chat-pane.js";
 import {copyText} from "./clipboard.js";
-import {addMessage, newChat, path, show, toMessages} from "./conversation.js";
+import {addMessage, leaveOut, newChat, path, show, toMessages} from "./conversation.js";
 import {generate} from "./generate.js";
 import {notify} from "./notices.js";
 import {FieldError, bodyOf} from "./parameters.js";
@@ -30,9 +30,9 @@ const usual = {}; // by model, what a request gets that says nothing
 const seeing = new Set(); // models that take images
 let view = "chat";
 const screens = {narrow: matchMedia("(max-width: 959px)"), wide: matchMedia("(min-width: 1240px)"), large: matchMedia("(min-width: 1600px)")};
-let hasSettings = screens.wide.matches;
+let hasSettings = false;
 
-const pane = new ChatPane(element("chat"), {send, stop, drop, edit, again, answer, copy: message => copyText(message.content), choose: message => {
+const pane = new ChatPane(element("chat"), {send, stop, drop, edit, again, answer, shorten, takeBack, copy: (message, button) => copyText(message.content, button), choose: message => {
   if (running.has(current.id)) return;
   show(current, message);
   changed(current);
@@ -128,6 +128,21 @@ function edit(message, text) {
 
 function again(message) {
   if (ready()) reply(current.messages[message.parent]);
+}
+
+// The oldest turns are left out of what the model reads, and it is asked again in the place of the answer that failed for their length.
+function shorten(message) {
+  if (!ready()) return;
+  leaveOut(path(current, message.parent), message.error);
+  delete current.messages[message.id];
+  reply(current.messages[message.parent]);
+}
+
+// Have the model read all of the chat again.
+function takeBack() {
+  for (const each of path(current)) delete each.isLeftOut;
+  changed(current);
+  pane.show(current);
 }
 
 // A function's result; once all of an answer's calls have theirs, the model goes on.

@@ -104,6 +104,6 @@ function link(address, text) {
 function codeBlock(text, language) {
   const code = h("code", {tabindex: "0"}, text.replace(/\n$/, ""));
   highlight(code, language);
-  const copy = h("button", {type: "button", class: "plain", onclick: () => copyText(code.textContent)}, "Copy");
+  const copy = h("button", {type: "button", class: "plain", onclick: () => copyText(code.textContent, copy)}, "Copy");
   return h("figure", {class: "code"}, h("figcaption", {}, h("span", {}, language || "text"), copy), h("pre", {}, code));
 }

@@ -6,10 +6,11 @@ import {picture} from "./images.js";
 import {showMarkdown} from "./markdown.js";
 import {tokensView} from "./tokens.js";
 
-const REASONS = {length: "reached max_tokens", stopped: "stopped", tool_calls: "calls tools", cancelled: "cancelled"};
+const REASONS = {length: "reached the longest answer", stopped: "stopped", tool_calls: "calls tools", cancelled: "cancelled"};
 
 export class MessageView {
-  // actions: {edit(message, text), again(message), choose(message), copy(message), answer(message, call, text)}; versions: all in its place.
+  // actions: {edit(message, text), again(message), choose(message), copy(message, button), answer(message, call, text), shorten(message) or null};
+  // versions: all in its place.
   constructor(message, versions, actions) {
     this.message = message;
     this.versions = versions;
@@ -18,7 +19,7 @@ export class MessageView {
     this.foot = h("footer", {class: "message-foot"});
     const names = {user: "You", assistant: message.model ?? "Model", tool: "Tool result"};
     this.head = h("h3", {class: "message-role"}, names[message.role]);
-    this.element = h("li", {class: `message is-${message.role}`, data: {id: message.id}}, h("article", {}, this.head, this.body, this.foot));
+    this.element = h("li", {class: `message is-${message.role}${message.isLeftOut ? " is-left-out" : ""}`, data: {id: message.id}}, h("article", {}, this.head, this.body, this.foot));
     this.isTokens = Boolean(message.showsTokens);
     this.update = throttled(() => this.#draw());
     this.#draw();
@@ -90,7 +91,9 @@ export class MessageView {
     const notes = (message.breaks ?? []).map(({position, resumedAfterMs}) => h("p", {class: "note"}, resumedAfterMs === null
       ? `Connection gone after token ${position ?? 0}; resuming …`
       : `Connection gone after token ${position ?? 0}, resumed at token ${(Number(position) || 0) + 1} after ${(resumedAfterMs / 1000).toFixed(1)} s.`));
-    if (message.error) notes.push(h("p", {class: "note is-error", role: "alert"}, message.error.message));
+    const canShorten = message.error?.code === "context_length_exceeded" && this.actions.shorten;
+    if (message.error) notes.push(h("div", {class: "note is-error", role: "alert"}, h("p", {}, message.error.message),
+      canShorten && h("button", {type: "button", class: "secondary", onclick: () => this.actions.shorten(message)}, "Leave out the oldest messages and ask again")));
     replace(parts.notes, notes);
   }
 
@@ -104,7 +107,7 @@ export class MessageView {
         h("span", {}, `${index + 1} / ${this.versions.length}`),
         iconButton("next", "Next version", () => this.actions.choose(this.versions[index + 1]), {disabled: index === this.versions.length - 1})),
       !message.isRunning && h("span", {class: "actions"},
-        iconButton("copy", "Copy", () => this.actions.copy(message)),
+        iconButton("copy", "Copy", event => this.actions.copy(message, event.currentTarget)),
         iconButton("edit", "Edit", () => this.#edit()),
         message.role === "assistant" && iconButton("again", "Regenerate", () => this.actions.again(message)),
         message.tokens?.length > 0 && h("button", {type: "button", class: "plain", "aria-pressed": String(this.isTokens), onclick: () => this.#toggleTokens()}, "Tokens")),

@@ -5,7 +5,7 @@ import {sendBurst} from "./burst.js";
 import {CacheView} from "./cache-view.js";
 import {h, replace, svg, throttled} from "./dom.js";
 import {watch} from "./live.js";
-import {count, rate} from "./names.js";
+import {count, rate, shortReplica} from "./names.js";
 import {NewsView} from "./news.js";
 import {notify} from "./notices.js";
 import {Rates} from "./rates.js";
@@ -19,7 +19,7 @@ export class PipelinePane {
   constructor(element, getModel) {
     this.getModel = getModel;
     this.rates = new Rates();
-    this.stages = new StagesView({onkill: replica => kill(replica)});
+    this.stages = new StagesView({onkill: replica => this.#kill(replica)});
     this.cache = new CacheView();
     this.timeline = new TimelineView();
     this.news = new NewsView();
@@ -32,7 +32,7 @@ export class PipelinePane {
     replace(element, h("div", {class: "pipeline-body"},
       h("header", {class: "live-head"}, this.totals, this.spark, h("div", {class: "live-side"}, this.state, burst)),
       this.tailCard, this.stages.element,
-      panel("KV cache", "Each square is a block. Striped: held by several, a common prefix. Pale: taken from the prefix cache.", this.cache.element),
+      panel("Memory of the running answers (KV cache)", "Each square is a block of tokens. Striped: shared by several that begin alike. Pale: was there already.", this.cache.element),
       panel("Requests", null, this.timeline.element),
       panel("What happened", null, this.news.element)));
     this.drawTail = throttled(() => this.#drawTail());
@@ -92,6 +92,15 @@ export class PipelinePane {
     this.tail.textContent = text.length > TAIL ? `… ${text.slice(-TAIL)}` : text;
   }
 
+  async #kill({stage, replica_id: id}) {
+    try {
+      await call("/live/kill", {method: "POST", body: {replica_id: id}});
+      this.news.tell(`${stage} ${shortReplica(id)} was killed`);
+    } catch (error) {
+      notify(error.message, {isError: true});
+    }
+  }
+
   async #burst(button) {
     const model = this.getModel();
     if (!model) return notify("No model is there yet", {isError: true});
@@ -102,15 +111,6 @@ export class PipelinePane {
       notify(error.message, {isError: true});
     }
     button.disabled = false;
-  }
-}
-
-async function kill(replica) {
-  try {
-    await call("/live/kill", {method: "POST", body: {replica_id: replica.replica_id}});
-    notify(`${replica.stage} was killed`);
-  } catch (error) {
-    notify(error.message, {isError: true});
   }
 }
 

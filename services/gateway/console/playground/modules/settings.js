@@ -54,7 +54,7 @@ export class SettingsPanel {
     };
     if (field.kind === "flag") {
       input = h("input", {type: "checkbox", id, checked: parameters[field.name] ?? field.fallback, onchange: event => store(event.target.checked)});
-      return h("label", {class: "flag", for: id}, input, h("span", {}, h("span", {class: "name"}, field.name), h("span", {class: "hint"}, field.hint)));
+      return flag(input, field);
     }
     const described = {id, "aria-describedby": `${id}-problem`, spellcheck: "false", autocomplete: "off"};
     const value = parameters[field.name] ?? "";
@@ -67,21 +67,26 @@ export class SettingsPanel {
       input = h("input", {...described, type: "text", value, maxlength: 256, oninput: event => store(event.target.value)});
     } else {
       const fallback = this.usual[field.name] ?? field.fallback;
-      const placeholder = field.placeholder ?? String(fallback);
+      const placeholder = String(fallback ?? field.placeholder);
+      const place = text => { // a slider stays where it is for what is no number, and at its end for what is beyond it
+        const wanted = text === "" ? fallback : Number(text);
+        if (slider && Number.isFinite(wanted)) slider.value = wanted;
+      };
       input = h("input", {...described, type: "text", inputmode: "decimal", value, placeholder, oninput: event => {
         store(event.target.value.trim());
-        if (slider) slider.value = event.target.value || fallback;
+        place(event.target.value.trim());
       }});
       if (field.max !== undefined) {
-        slider = h("input", {type: "range", min: field.min, max: field.max, step: field.step, "aria-label": `${field.name}, slider`, tabindex: "-1",
+        slider = h("input", {type: "range", min: field.min, max: field.max, step: field.step, "aria-label": `${field.label}, slider`, tabindex: "-1",
           oninput: event => { input.value = event.target.value; store(event.target.value); }});
-        slider.value = value === "" ? fallback : value;
+        place("");
+        place(value);
       }
     }
     check(field, value, problem, input);
     const hint = field.kind === "json" ? null : field.hint;
     return h("div", {class: `field ${field.kind}`},
-      h("label", {for: id, class: "name"}, field.name), input, slider, hint && h("p", {class: "hint"}, hint), problem);
+      named(id, field), input, slider, hint && h("p", {class: "hint"}, hint), problem);
   }
 
   #text(name, label, {rows, placeholder}) {
@@ -110,8 +115,9 @@ export class SettingsPanel {
   #tools() {
     const {settings} = this;
     const choice = h("select", {id: "setting-toolChoice", onchange: event => { settings.toolChoice = event.target.value; this.#changed(); }});
-    const list = () => replace(choice, ["auto", "none", "required", ...toolNames(settings.tools)].map(
-      each => h("option", {value: each, selected: each === (settings.toolChoice ?? "auto")}, each)));
+    const words = {auto: "what it likes", none: "nothing", required: "at least one"};
+    const list = () => replace(choice, [...Object.keys(words), ...toolNames(settings.tools)].map(
+      each => h("option", {value: each, selected: each === (settings.toolChoice ?? "auto")}, words[each] ?? each)));
     list();
     const parallel = h("input", {type: "checkbox", id: "setting-parallel", checked: settings.parallelToolCalls ?? true, onchange: event => {
       settings.parallelToolCalls = event.target.checked;
@@ -119,9 +125,8 @@ export class SettingsPanel {
     }});
     return h("details", {class: "group", open: Boolean(settings.tools?.trim())}, h("summary", {}, "Tools"),
       this.#json("tools", "Functions", EXAMPLE_TOOLS, list),
-      h("div", {class: "field choice"}, h("label", {for: "setting-toolChoice", class: "name"}, "tool_choice"), choice),
-      h("label", {class: "flag", for: "setting-parallel"}, parallel,
-        h("span", {}, h("span", {class: "name"}, "parallel_tool_calls"), h("span", {class: "hint"}, "several calls in one answer"))));
+      h("div", {class: "field choice"}, named("setting-toolChoice", {label: "The model calls", name: "tool_choice"}), choice),
+      flag(parallel, {label: "Several at once", name: "parallel_tool_calls", hint: "Calls in one answer"}));
   }
 
   #json(name, label, example, onchange = () => {}) {
@@ -130,7 +135,7 @@ export class SettingsPanel {
     const area = h("textarea", {id, rows: 8, spellcheck: "false", class: "code", "aria-describedby": `${id}-problem`, value: this.settings[name] ?? ""});
     const store = () => {
       this.settings[name] = area.value;
-      check({name: label, kind: "json"}, area.value, problem, area);
+      check({label, kind: "json"}, area.value, problem, area);
       onchange();
       this.#changed();
     };
@@ -148,6 +153,16 @@ export class SettingsPanel {
       h("form", {class: "field text", onsubmit: event => event.preventDefault()}, h("label", {for: "setting-key"}, "API key"), input,
         h("p", {class: "hint"}, "Kept until this tab is closed, and sent to this server only.")));
   }
+}
+
+// A field's label: words, and small the name that it has in the API.
+function named(id, {label, name}) {
+  return h("label", {for: id, title: `${name} in the API`}, label, h("code", {class: "name"}, name));
+}
+
+function flag(input, {label, name, hint}) {
+  return h("label", {class: "flag", for: input.id, title: `${name} in the API`}, input,
+    h("span", {}, label, h("code", {class: "name"}, name), h("span", {class: "hint"}, hint)));
 }
 
 const isGiven = value => value !== undefined && value !== "" && value !== null;

@@ -4,10 +4,10 @@ import {h, replace, svg} from "./dom.js";
 import {count, duration, rate, shortReplica} from "./names.js";
 
 const STAGES = [
-  ["gateway", "HTTP in, events out"],
+  ["gateway", "HTTP in and out"],
   ["tokenizer", "text to tokens"],
-  ["compute", "the model"],
-  ["sampler", "decides, writes the log"],
+  ["compute", "runs the model"],
+  ["sampler", "chooses each token"],
 ];
 
 export class StagesView {
@@ -23,14 +23,14 @@ export class StagesView {
     this.element = h("div", {class: "stages"}, STAGES.flatMap(([stage], index) => [
       index > 0 && this.#link(stage),
       this.columns.get(stage).element,
-    ]).filter(Boolean), h("p", {class: "way-back"}, h("span", {}, "sampler → compute: decisions"), h("span", {}, "sampler → gateway: events"), h("span", {}, "sampler → Redis: the token log")));
+    ]).filter(Boolean), h("p", {class: "way-back"}, h("span", {}, "Each chosen token goes back to compute, to the gateway, and into the log in Redis.")));
   }
 
   show({replicas, queues}, rates) {
     for (const [stage, {list}] of this.columns) {
       const present = replicas.filter(each => each.stage === stage);
       const cards = present.map(each => this.#card(each, rates));
-      if (!cards.length) cards.push(h("li", {class: "replica is-missing"}, h("p", {}, "none is alive")));
+      if (!cards.length) cards.push(h("li", {class: "replica is-missing"}, h("p", {}, "none is running")));
       if (cards.length !== list.children.length || cards.some((each, index) => each !== list.children[index])) replace(list, cards);
       const waiting = queues.filter(queue => queue.stage === stage).reduce((sum, queue) => sum + queue.num_waiting, 0);
       const label = this.queues.get(stage);
@@ -55,8 +55,8 @@ export class StagesView {
     if (!card) {
       const parts = {state: h("span", {class: "state"}), figures: h("dl", {class: "replica-figures"}), foot: h("p", {class: "replica-foot"})};
       const kill = h("button", {type: "button", class: "kill", onclick: () => this.onkill(replica), hidden: true}, "Kill");
-      const element = h("li", {class: "replica"}, h("p", {class: "replica-name", title: replica.replica_id}, parts.state, h("strong", {}, shortReplica(replica.replica_id)), kill),
-        parts.figures, parts.foot);
+      const element = h("li", {class: "replica"}, h("div", {class: "replica-name", title: replica.replica_id}, parts.state, h("strong", {}, shortReplica(replica.replica_id)), parts.foot, kill),
+        parts.figures);
       card = {element, kill, ...parts};
       this.cards.set(replica.replica_id, card);
     }
@@ -67,7 +67,7 @@ export class StagesView {
     card.kill.hidden = !replica.can_kill;
     card.kill.setAttribute("aria-label", `Kill ${replica.replica_id}`);
     replace(card.figures, (replica.is_killed ? [] : figuresOf(replica, rates)).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
-    card.foot.textContent = replica.is_killed ? "killed; its lease runs out" : state || `${replica.num_ranks > 1 ? `${replica.num_ranks} ranks · ` : ""}pid ${replica.pid} · ${duration(replica.up_s)}`;
+    card.foot.textContent = replica.is_killed ? "killed; another takes over in a few seconds" : state || `${replica.num_ranks > 1 ? `${replica.num_ranks} ranks · ` : ""}pid ${replica.pid} · up ${duration(replica.up_s)}`;
     return card.element;
   }
 }

@@ -4,7 +4,7 @@ import {h, replace} from "./dom.js";
 import {count, shortReplica, shortRequest} from "./names.js";
 
 const SHORTEST_S = 10, LONGEST_S = 60, MOST_ROWS = 12;
-const PHASES = {tokenizing: "gateway and tokenizer", waiting: "waits for compute", prefill: "prefill", decode: "decode", lost: "its replica died"};
+const PHASES = {tokenizing: "gateway and tokenizer", waiting: "waits for compute", prefill: "reads the prompt", decode: "writes the answer", lost: "its process died"};
 
 export class TimelineView {
   constructor() {
