@@ -3,7 +3,11 @@ take for ever."""
 
 import json
 import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import jsonschema
@@ -25,7 +29,7 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
         value = json.loads(text)
     except ValueError:
         return [problem("$", "it is not JSON")]
-    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    validator = exact(jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator))
     found: list[dict[str, Any]] = []
     try:
         for error in islice(validator(schema, registry=PLACES).iter_errors(value), MAX_PROBLEMS):
@@ -33,6 +37,22 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
     except (re.error, RecursionError, jsonschema.exceptions.SchemaError, referencing.exceptions.Unresolvable, TypeError, ValueError, AttributeError) as error:
         found.append(problem("$", f"not checked: the schema can't be read ({type(error).__name__})"))
     return found
+
+
+@cache
+def exact(validator: Any) -> Any:
+    """The validator, to which 0.3 is a multiple of 0.1, as in decimal numbers."""
+    return jsonschema.validators.extend(validator, {"multipleOf": multiple_of})
+
+
+def multiple_of(validator: Any, divisor: Any, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
+    if validator.is_type(value, "number") and (not (isinstance(value, int) or isfinite(value)) or decimal(value) % decimal(divisor)):
+        yield jsonschema.ValidationError(f"{value!r} is not a multiple of {divisor!r}")
+
+
+def decimal(value: float) -> Fraction:
+    """A number as it is written."""
+    return Fraction(value if isinstance(value, int) else repr(value))
 
 
 def problem(path: str, message: str) -> dict[str, Any]:
