@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from shared.model.constraint import Constraint
+from shared.model.gbnf_lark import gbnf_to_lark
 from shared.model.structural_tag import structural_tag_grammar, thought_grammar
 from shared.process.errors import Invalid
 
@@ -117,15 +117,16 @@ class ByteVocabulary:
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
 
+    def tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=[self.eos_token_id])
+
 
 def try_grammar(constraint: Constraint, grammar: str) -> None:
     """Compile it for a vocabulary of bytes, and go a few bytes: the library builds a lexer only as
     far as it is asked to, and it is then that a repetition costs. Raises Invalid for a grammar that
     is too complex, or matches no text."""
-    names = sorted({*_SPECIAL_TOKEN.findall(grammar)} - {"<end>"})[:MAX_SPECIAL_TOKENS]
-    vocabulary = ByteVocabulary(names)
-    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=[vocabulary.eos_token_id])
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits_of(constraint))
+    vocabulary = ByteVocabulary(sorted({*_SPECIAL_TOKEN.findall(grammar)} - {"<end>"})[:MAX_SPECIAL_TOKENS])
+    matcher = LLMatcher(vocabulary.tokenizer(), grammar, log_level=0, limits=limits_of(constraint))
     if matcher.is_error():
         return  # it names tokens, and only the model's vocabulary tells whether they are there
     for _ in range(TRIED_BYTES):
@@ -151,7 +152,7 @@ def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -
         return _after_thought(grammar, constraint, special_tokens or NO_SPECIAL_TOKENS) if constraint.thought_end else grammar
     except Invalid as error:
         raise _refused(constraint, str(error)) from None
-    except (ValueError, GbnfToLarkError) as error:
+    except ValueError as error:
         raise _refused(constraint, str(error)) from None
     except RecursionError:
         raise _refused(constraint, "it is nested too deeply") from None
@@ -191,14 +192,8 @@ def _lark(constraint: Constraint, _: Mapping[str, int] | None) -> str:
     return LLMatcher.grammar_from_lark(constraint.text)
 
 
-def _gbnf(constraint: Constraint, _: Mapping[str, int] | None) -> str:
-    try:
-        lark = gbnf_to_lark(constraint.text)
-    except (GbnfToLarkError, RecursionError):
-        raise
-    except Exception as error:  # so the library says that a rule is missing
-        raise Invalid(str(error)) from None
-    return LLMatcher.grammar_from_lark(lark)
+def _gbnf(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.text, special_tokens))
 
 
 def _structural_tag(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
@@ -225,7 +220,7 @@ _MAKERS = {
 
 
 def _refused(constraint: Constraint, reason: str) -> Invalid:
-    reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    reason = " ".join(reason.replace("<non-verbose/>", "").partition("; try avoiding")[0].split())
     reason = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "…"
     code = "invalid_json_schema" if constraint.kind == "json_schema" else "invalid_grammar"
     return Invalid(f"{constraint.param or constraint.kind}: this can't be made a grammar: {reason}", param=constraint.param or None, code=code)

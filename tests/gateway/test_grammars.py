@@ -225,9 +225,9 @@ def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        ("gbnf", "root ::= missing", "Rule 'missing' not found"),
-        ("gbnf", 'other ::= "a"', "No 'root' rule found"),
-        ("gbnf", 'root ::= "a', "end of input"),
+        ("gbnf", "root ::= missing", "line 1, column 10: there is no rule missing"),
+        ("gbnf", 'other ::= "a"', "there is no rule root"),
+        ("gbnf", 'root ::= "a', "line 1, column 10: the text that begins here has no end"),
         ("structural_tag", "x", "not JSON"),
         ("structural_tag", '"x"', "an object"),
     ],

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from services.requests.schemas.negate import MAX_DEPTH, Json, Walker, either
-from services.requests.schemas.patterns import takes
+from services.requests.schemas.patterns import expressed, goes_on, takes
 
 MAX_CHOICES = 64  # alternatives that one keyword may become
 CONDITIONAL = {"anyOf", "oneOf", "if", "patternProperties", "dependentSchemas", "$dynamicRef"}
@@ -106,7 +106,7 @@ def is_few(total: int, chosen: int) -> bool:
 
 
 def named(names: Json) -> str | None:
-    """A pattern of the texts that are valid as names; None: there is none."""
+    """A pattern of the texts that are valid as names, in the library's words; None: it has none."""
     if not set(names) <= SIMPLE_NAMES or names.get("type", "string") != "string":
         return None
     said = [key for key in ("pattern", "enum", "const") if key in names]
@@ -117,8 +117,15 @@ def named(names: Json) -> str | None:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         return f"^[\\s\\S]{{{least},{most}}}$"
     if "pattern" in names:
-        return str(names["pattern"])
+        return expressed(str(names["pattern"]))
     return f"^(?:{'|'.join(re.escape(each) for each in names.get('enum', [names.get('const')]) if isinstance(each, str))})$"
+
+
+def can_go_on(listed: Iterable[str], pattern: str) -> bool:
+    """Whether there is a name that is not listed and that the pattern matches. If there is none,
+    the library takes a comma for one nevertheless, and then finds none."""
+    node = {"type": "object", "properties": dict.fromkeys(listed, False), "patternProperties": {pattern: {}}, "additionalProperties": False}
+    return goes_on({**node, "minProperties": 1}, "{")
 
 
 def evaluated(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> list[str] | None:

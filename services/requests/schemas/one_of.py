@@ -7,7 +7,7 @@ from typing import Any
 
 from services.requests.schemas.negate import Json, Walker, either, negated
 from services.requests.schemas.objects import table, texts
-from services.requests.schemas.patterns import are_apart, formatted, takes
+from services.requests.schemas.patterns import are_apart, expressed, formatted
 
 MAX_COMPARED = 256  # options, each with each other
 MAX_OPTIONS = 12  # to be made exclusive
@@ -91,10 +91,10 @@ def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
 def text_of(node: Json) -> Json:
     """Write what is said of a text so that the library takes it."""
     made: Json = {}
-    if isinstance(node.get("pattern"), str) and takes({"type": "string", "pattern": node["pattern"]}):
-        made["pattern"] = node["pattern"]
-    elif isinstance(node.get("format"), str) and (said := formatted(node["format"])) is not None:
-        made |= said
+    if isinstance(node.get("pattern"), str) and (pattern := expressed(node["pattern"])) is not None:
+        made["pattern"] = pattern
+    elif isinstance(node.get("format"), str) and (of_format := formatted(node["format"])) is not None:
+        made |= of_format
     return made
 
 

@@ -9,6 +9,11 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from services.requests.schemas.expressions import written
+from shared.model.constraint import Constraint
+from shared.model.grammar import ByteVocabulary, limits_of
+
+UNSATISFIABLE = "Unsatisfiable schema: "  # the library's word
 MAX_WORDS = 4000  # characters of the texts that another must not be
 MAX_CLASS = 64  # alternatives of one group
 
@@ -26,15 +31,48 @@ LITERALS = re.compile(r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\s])+")
 
 
 @lru_cache(maxsize=4096)
-def is_taken(text: str) -> bool:
-    """Whether the library takes the schema, given as JSON, without a word against any part of
-    it."""
+def refusal(text: str) -> str:
+    """The library's words against any part of a schema, given as JSON; empty: there are none."""
     is_error, told = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(text), None)
-    return not is_error and not told
+    return " ".join(told) or ("refused" if is_error else "")
 
 
 def takes(schema: Mapping[str, Any]) -> bool:
-    return is_taken(json.dumps(schema))
+    return not refusal(json.dumps(schema))
+
+
+def unsayable(beside: Mapping[str, Any], keywords: dict[str, Any]) -> str | None:
+    """One of the keywords that the library has no words for, beside what is given; None: it says
+    them all."""
+    for key, some in [*((key, {key: value}) for key, value in keywords.items()), (next(reversed(keywords)), keywords)]:
+        if (told := refusal(json.dumps({**beside, **some}))) and UNSATISFIABLE not in told:
+            return key
+    return None
+
+
+@lru_cache(maxsize=4096)
+def has_more(text: str, beginning: str) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+    matcher = LLMatcher(ByteVocabulary(()).tokenizer(), grammar, log_level=0, limits=limits_of(Constraint("json_schema", text)))
+    if matcher.is_error():
+        return True
+    matcher.consume_tokens(list(beginning.encode()))
+    matcher.compute_bitmask()
+    return not matcher.get_error().startswith("NoExtension")
+
+
+def goes_on(schema: Mapping[str, Any], beginning: str) -> bool:
+    """Whether something may follow in an answer that begins so; what is too complex may go on."""
+    return has_more(json.dumps(schema), beginning)
+
+
+def matches_all(pattern: str) -> bool:
+    """Whether a pattern plainly matches every text: it looks at no end, and matches the empty
+    text."""
+    try:
+        return not {"^", "$"} & set(pattern.replace("[^", "[")) and re.search(pattern, "") is not None
+    except re.error:
+        return False
 
 
 def formatted(name: str) -> dict[str, Any] | None:
@@ -44,10 +82,16 @@ def formatted(name: str) -> dict[str, Any] | None:
     return {"type": "string", "format": name} if takes({"type": "string", "format": name}) else None
 
 
+def expressed(pattern: str) -> str | None:
+    """The pattern in the library's words; None: it has none."""
+    made = written(pattern)
+    return made if made is not None and takes({"type": "string", "pattern": made}) else None
+
+
 def matched(pattern: str) -> list[dict[str, Any]] | None:
     """Schemas of which all hold for the texts that match; None: the library can't say it."""
-    made = [each if isinstance(each, dict) else {"type": "string", "pattern": each} for each in _without_look_ahead(pattern) or [pattern]]
-    return made if all(takes(each) for each in made) else None
+    made = [expressed(each) for each in _without_look_ahead(pattern) or [pattern]]
+    return [{"type": "string", "pattern": each} for each in made] if None not in made else None
 
 
 def _without_look_ahead(pattern: str) -> list[str] | None:
@@ -116,14 +160,14 @@ def excluding(words: Mapping[str, bool]) -> str:
 
 
 def excluding_texts(texts: Iterable[str]) -> str | None:
-    """A pattern of all texts but these; None: they are too long."""
+    """A pattern of all texts but these, in the library's words; None: they are too long."""
     words = dict.fromkeys(texts, False)
-    return excluding(words) if sum(map(len, words)) <= MAX_WORDS and max(map(len, words), default=0) < 200 else None
+    return written(excluding(words)) if sum(map(len, words)) <= MAX_WORDS and max(map(len, words), default=0) < 200 else None
 
 
 def complement(pattern: str) -> str | None:
-    """A pattern of the texts that do not match, of patterns that are a list of literal texts or a
-    class of letters, repeated; None: of others."""
+    """A pattern, in the library's words, of the texts that do not match, for patterns that are a
+    list of literal texts or a class of letters, repeated; None: for others."""
     if (found := ONE_CLASS.fullmatch(pattern)) is not None:
         of_class = f"[{found['letters']}]" if found["negative"] else f"[^{found['letters']}]"
         others = found["escape"].swapcase() if found["escape"] is not None else of_class
@@ -132,14 +176,12 @@ def complement(pattern: str) -> str | None:
         made = excluding(words)
     else:
         return None
-    return made if takes({"type": "string", "pattern": made}) else None
+    return expressed(made)
 
 
 def are_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether the library sees that no text is of both."""
-    both = json.dumps({"type": "string", "allOf": [one, other]})
-    is_error, told = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(both), None)
-    return is_error and "Unsatisfiable" in "".join(told)
+    return UNSATISFIABLE in refusal(json.dumps({"type": "string", "allOf": [one, other]}))
 
 
 def _all_but(node: Mapping[str, Any]) -> str:

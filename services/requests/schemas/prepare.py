@@ -10,6 +10,7 @@ from typing import Any
 from services.requests.schemas.closing import COMPOSED, closed
 from services.requests.schemas.form import NoSchema, normalize
 from services.requests.schemas.objects import bundled, table
+from services.requests.schemas.patterns import UNSATISFIABLE
 from services.requests.schemas.rewrite import MAX_OPTIONAL, MAX_PATTERNS, Malformed, OneOf, Rewriter, TooLarge
 from shared.model.constraint import Constraint
 from shared.model.grammar import check_grammar
@@ -18,12 +19,12 @@ from shared.process.errors import Invalid
 
 Json = dict[str, Any]
 
+NAMED_ESCAPES = 'nrbtf\\"'  # of JSON's texts, all but \\uXXXX
 MAX_NAMED = 16  # of what is passed over in a schema
 BUDGET_S = 2.0  # of this process's time; then only the schemas' first level is enforced
 STRICT: tuple[tuple[bool, OneOf], ...] = ((True, "exclusive"), (True, "kept"))
 LENIENT: tuple[tuple[bool, OneOf], ...] = (*STRICT, (True, "any"), (False, "any"))
 MALFORMED = "malformed"  # of an error that is the same whether it is strict or not
-UNSATISFIABLE = "Unsatisfiable schema: "  # the library's word
 NO_ANSWER = "no answer can match it"
 ALL_BELOW, ALL_BUT_TYPE, ALL = "all below the first level", "all but its type", "all"
 
@@ -189,13 +190,21 @@ def rewritten(schema: Any, param: str, *, is_thorough: bool, one_of: OneOf, dead
         raise refused(param, str(error)) from None
     if made is False:
         raise Invalid(NO_ANSWER, code=MALFORMED)
-    return Enforced(with_options(made, schema), rewriter.passed_over)
+    return Enforced(with_options(made, schema, has_open_names=rewriter.has_open_names), rewriter.passed_over)
 
 
-def with_options(made: Json, schema: Any) -> Json:
-    """With the engine's options, which the client may have given beside."""
+def with_options(made: Json, schema: Any, *, has_open_names: bool) -> Json:
+    """With the engine's options, which the client may have given beside.
+
+    has_open_names: an object may have others than the properties that it lists. Spelt with escapes
+    like `\\u0061`, the engine would take a listed name for another: then it allows none.
+    """
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
-    return {**made, "x-guidance": own} if isinstance(own, dict) else made
+    options = own if isinstance(own, dict) else {}
+    if has_open_names:
+        escapes = options.get("json_allowed_escapes")
+        options = {**options, "json_allowed_escapes": (escapes if isinstance(escapes, str) else NAMED_ESCAPES).replace("u", "")}
+    return {**made, "x-guidance": options} if options else made
 
 
 def first_level(schema: Any, param: str) -> Enforced:
@@ -205,8 +214,8 @@ def first_level(schema: Any, param: str) -> Enforced:
             check_schema(shallow, param)
         except Invalid:
             continue
-        return Enforced(with_options(shallow, schema), {name: True})
-    return Enforced(with_options({}, schema), {ALL: True})
+        return Enforced(with_options(shallow, schema, has_open_names="properties" in shallow), {name: True})
+    return Enforced(with_options({}, schema, has_open_names=False), {ALL: True})
 
 
 def shallow_of(schema: Any) -> Iterator[tuple[Json, str]]:

@@ -13,17 +13,16 @@ from typing import Any, Literal
 import referencing.exceptions
 
 from services.requests.schemas import objects
+from services.requests.schemas.bounds import NUMBERS, bounds_of, exclusive_bounds
 from services.requests.schemas.drafts import ignores_siblings, resolver_of, specification_of
 from services.requests.schemas.negate import Json, either, negated
 from services.requests.schemas.objects import table, texts
 from services.requests.schemas.one_of import exclusive
-from services.requests.schemas.patterns import formatted, matched, takes
-from services.requests.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, said_of_strings, sequence
+from services.requests.schemas.patterns import expressed, formatted, matched, matches_all, takes
+from services.requests.schemas.values import is_contradictory, keeps_to, orders, said_of_strings, sequence
 from shared.process.errors import Invalid
 
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
-NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 SCALARS = {"type", "minLength", "maxLength", "pattern", *NUMBERS}  # keywords that a listed value keeps to or not
 MAX_PLACES = 6  # of a list in which `contains` is looked for
 OneOf = Literal["exclusive", "kept", "any"]
@@ -59,6 +58,7 @@ class Rewriter:
         self.is_thorough = is_thorough
         self.one_of = one_of
         self.passed_over: dict[str, bool] = {}
+        self.has_open_names = False  # beside the properties that an object lists
         self.specification = specification_of(schema)
         self.ignores_siblings = ignores_siblings(schema)
         self._names: dict[int, str] = {}  # of what is referred to, by identity
@@ -155,13 +155,10 @@ class Rewriter:
     def _numbers(self, node: Json, out: Json, _: list[Any], __: Any) -> None:
         if "enum" in node or "const" in node:
             return
-        for key, value in {**{key: node[key] for key in (*NUMBERS, *COUNTS) if key in node}, **exclusive_bounds(node)}.items():
-            is_count = key in COUNTS
-            if isinstance(value, bool) or not isinstance(value, int | float) or (is_count and (value < 0 or value != int(value))):
-                if value is not False and value is not None:
-                    self.pass_over(key, is_checkable=False)
-            else:
-                out[key] = int(value) if is_count else value
+        said, unsaid = bounds_of(node, {"type": out["type"]} if "type" in out else {})
+        out |= said
+        for key, is_checkable in unsaid.items():
+            self.pass_over(key, is_checkable=is_checkable)
 
     def _text(self, node: Json, _: Json, more: list[Any], __: Any) -> None:
         if "enum" in node or "const" in node:
@@ -228,6 +225,7 @@ class Rewriter:
             out["additionalProperties"] = self.walk(rest, resolver)
         self._pattern_properties(node, out, resolver)
         self._names_of_properties(node, out)
+        self.has_open_names |= bool({"properties", "patternProperties"} & out.keys()) and out.get("additionalProperties") is not False
         if self.is_thorough:
             self._dependents(node, more, resolver)
             self._counts(node, out, more)
@@ -241,27 +239,33 @@ class Rewriter:
         made: Json = {}
         for pattern, each in table(node.get("patternProperties")).items():
             self.check_time()
-            if takes({"type": "object", "patternProperties": dict.fromkeys([*made, pattern], {})}):
-                made[pattern] = self.walk(each, resolver)
+            words = expressed(pattern)
+            if words is not None and takes({"type": "object", "patternProperties": dict.fromkeys([*made, words], {})}):
+                said = self.walk(each, resolver)
+                if can_go_on := objects.can_go_on(out.get("properties", {}), words):
+                    made[words] = said
+                if matches_all(pattern):  # the library would begin another name, and not end it
+                    out["additionalProperties"] = False
+                self._say_of_listed(out, pattern, said, is_said_twice=can_go_on)
             else:
                 self.pass_over("patternProperties")
                 if "additionalProperties" in out:  # which would forbid what the pattern allows
                     out["additionalProperties"] = {}
         if made:
             out["patternProperties"] = made
-            self._keep_apart(out)
 
-    def _keep_apart(self, out: Json) -> None:
-        """A property that a pattern speaks of, too: what both say is said once. References the
-        library can't join: there the property is left out."""
+    def _say_of_listed(self, out: Json, pattern: str, said: Any, *, is_said_twice: bool) -> None:
+        """A property that a pattern speaks of, too. is_said_twice: the library joins what both say,
+        but not references: there the property is left out."""
         for name, each in out.get("properties", {}).items():
-            for pattern, said in out["patternProperties"].items():
-                if each is False or not keeps_to(name, {"pattern": pattern}):
-                    continue
-                if each == said:
-                    out["properties"][name] = {}
-                elif "$ref" in json.dumps(said) and each != {} and name not in out.get("required", ()):
-                    out["properties"][name] = False
+            if each is False or not keeps_to(name, {"pattern": pattern}):
+                continue
+            if not is_said_twice:
+                out["properties"][name] = said if each in (said, {}) else each if said == {} else self._joined({}, [each, said])
+            elif each == said:
+                out["properties"][name] = {}
+            elif "$ref" in json.dumps(said) and each != {} and name not in out.get("required", ()):
+                out["properties"][name] = False
 
     def _names_of_properties(self, node: Json, out: Json) -> None:
         names = node.get("propertyNames")
@@ -272,7 +276,8 @@ class Rewriter:
             return self.pass_over("propertyNames")
         out["properties"] = {name: each if keeps_to(name, names) else False for name, each in out.get("properties", {}).items()}
         if out.get("additionalProperties", {}) is not False:
-            out["patternProperties"] = {pattern: out.get("additionalProperties", {})}
+            if objects.can_go_on(out["properties"], pattern):
+                out["patternProperties"] = {pattern: out.get("additionalProperties", {})}
             out["additionalProperties"] = False
         return None
 

@@ -1,7 +1,11 @@
 """Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may
 take for ever."""
 
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import jsonschema
@@ -29,12 +33,28 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
     except ValueError:
         return [problem("$", "it is not JSON")]
     try:
-        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        validator = exact(jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator))
         for error in islice(validator(schema, registry=PLACES).iter_errors(value), MAX_PROBLEMS):
             found.append(problem(error.json_path, f"{error.validator or 'false'} does not hold"))
     except Exception as error:  # a schema is the client's: what is made of it raises what it likes
         found.append(problem("$", f"not checked: the schema can't be read ({type(error).__name__})"))
     return found
+
+
+@cache
+def exact(validator: Any) -> Any:
+    """The validator, to which 0.3 is a multiple of 0.1, as in decimal numbers."""
+    return jsonschema.validators.extend(validator, {"multipleOf": multiple_of})
+
+
+def multiple_of(validator: Any, divisor: Any, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
+    if validator.is_type(value, "number") and (not (isinstance(value, int) or isfinite(value)) or decimal(value) % decimal(divisor)):
+        yield jsonschema.ValidationError(f"{value!r} is not a multiple of {divisor!r}")
+
+
+def decimal(value: float) -> Fraction:
+    """A number as it is written."""
+    return Fraction(value if isinstance(value, int) else repr(value))
 
 
 def problem(path: str, message: str) -> dict[str, Any]:

@@ -33,17 +33,6 @@ def is_contradictory(node: Json) -> bool:
     return names == "object" and any(node.get("properties", {}).get(name) is False for name in node.get("required", ()))
 
 
-def exclusive_bounds(node: Json) -> Json:
-    """Read draft 4's bounds, where exclusiveMinimum says whether minimum is exclusive."""
-    made: Json = {}
-    for bound, exclusive_bound in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if node.get(exclusive_bound) is True and bound in node:
-            made |= {exclusive_bound: node[bound], bound: None}
-        elif isinstance(node.get(exclusive_bound), bool):
-            made[exclusive_bound] = None
-    return made
-
-
 def keeps_to(value: Any, schema: Any) -> bool:
     try:
         return bool(jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(value))
