@@ -19,6 +19,7 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
+from services.gateway.answering.infill import SPELLINGS
 from services.gateway.api.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
 from services.gateway.http import auth
 from services.gateway.http.auth import KeyRing
@@ -272,6 +273,18 @@ def test_places_of_a_tenant_come_back_as_its_requests_end_whoever_ends_them(site
     assert site.backstage.client.hlen(running_key(tenant_id)) == 2 and site.backstage.client.ttl(running_key(tenant_id)) > 0
     site.backstage.end(third)
     site.end(1)
+
+
+def test_what_a_gateway_asks_of_the_tokenizer_fits_in_few_places(site: Site) -> None:
+    """An infill looks for the model's tokens: a key of two places has two of these questions at once."""
+    key = site.key("infilling", max_concurrency=2)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(site.post, "/v1/completions", {"model": NAME, "prompt": "a", "suffix": "b"}, key)
+        for _ in range((len(SPELLINGS) * 4) // 2):  # three tokens a spelling, and how a prompt begins
+            for question in site.backstage.take(2):
+                assert question.task == "tokenize"
+                site.backstage.write(question, 1, text='{{"tokens": [5, 6]}}', finish=1)  # none of them is one token
+        assert error_of(asking.result()) == (400, "model_not_supported")
 
 
 def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from services.gateway.api.anthropic.batches import result_of
 from services.requests.answers.answer import Delta
 from services.requests.answers.translate import is_broken_off
 from services.requests.anthropic.blocks import read_messages
@@ -135,6 +136,13 @@ def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) ->
     with pytest.raises(Invalid) as caught:
         chat_of(parse(MessagesBody, orjson.dumps(body)))
     assert caught.value.param == param, caught.value
+
+
+def test_a_line_of_a_batch_with_a_thread_has_the_error_that_the_package_knows() -> None:
+    error = {"message": "thread: no", "type": "invalid_request_error", "param": "thread", "code": "thread_unsupported_request"}
+    line = {"custom_id": "a", "response": {"status_code": 400, "request_id": "r", "body": {"error": error}}, "error": None}
+    told = result_of(line)["result"]["error"]["error"]
+    assert told == {"type": "invalid_request_error", "message": "thread: no", "details": {"error_code": "thread_unsupported_request"}}
 
 
 def test_an_error_in_a_stream_is_an_event() -> None:

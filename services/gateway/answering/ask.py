@@ -43,8 +43,12 @@ async def ask_tokenizer(context: Context, model: str, task: Task, request: Gener
 
 
 async def ask_each(context: Context, model: str, task: Task, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
-    """The tokenizer's answers to several requests at once. Raises as above."""
-    return [json.loads(event.text) for [event] in await ask_all(context, model, [replace(each, task=task) for each in requests])]
+    """The tokenizer's answers to several requests, as many at once as the caller may have. Raises as above."""
+    most = context.tenant.max_concurrency or max(1, len(requests))
+    answers: list[list[TokenEvent]] = []
+    for at in range(0, len(requests), most):
+        answers += await ask_all(context, model, [replace(each, task=task) for each in requests[at : at + most]])
+    return [json.loads(event.text) for [event] in answers]
 
 
 async def token_ids_of(context: Context, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
