@@ -64,8 +64,8 @@ def test_arguments_at_the_interpreter_s_limit_go_to_the_template_as_a_text(encod
     assert worker_of(encoder) == worker and worker is not None
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("number", range(40))
 def test_whatever_a_conversation_holds_it_fails_alone(number: int) -> None:
     rng = random.Random(number)
 

@@ -35,7 +35,7 @@ from shared.model.json_text import MAX_DEPTH, MAX_DIGITS, TooDeep, check_depth, 
 from shared.process.errors import Invalid
 from tests.hostile.depths import HERE, LEAVES, LIMITS, content_of, nested, places
 
-ROUNDS = range(6)  # one of them in `make test`
+ROUNDS = range(40)  # one of them in `make test`
 WRAPPED = (  # a call with arguments of its own, in each form
     '<tool_call>{"name": "f", "arguments": %s}</tool_call>', '<tool_call>{"arguments": %s, "name": "f"}</tool_call>',
     '<|python_tag|>{"name": "f", "parameters": %s}', "[TOOL_CALLS]f[ARGS]%s", '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
@@ -100,7 +100,7 @@ def test_what_may_be_read_may_be_written_and_no_deeper() -> None:
             write_json([value])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("number", ROUNDS)
 def test_no_answer_raises_and_calls_are_json(number: int) -> None:
     rng = random.Random(number)
@@ -156,7 +156,7 @@ def go_on(body: Any) -> None:
             message.to_wire()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("number", ROUNDS)
 def test_no_body_raises_anything_but_a_client_s_error(number: int) -> None:
     """On a stack that is as deep as a gateway's is."""
@@ -202,7 +202,7 @@ def test_arguments_as_a_text_are_nested_no_deeper() -> None:
             assert not is_taken and str(error) == "messages[0].tool_calls[0].function.arguments: nested deeper than 128 levels"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("number", ROUNDS)
 def test_no_answer_or_schema_ends_the_helpers(number: int) -> None:
     rng = random.Random(number)
