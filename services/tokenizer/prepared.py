@@ -47,7 +47,7 @@ class Prepared:
 
 @contextmanager
 def alone(prepared: Prepared) -> Iterator[None]:
-    """What is raised inside is this request's error, and of no other of its batch."""
+    """Make of whatever is raised inside the error of this request, and of no other of its batch."""
     try:
         yield
     except Invalid as error:

@@ -4,6 +4,7 @@ alone, and the process that renders stays."""
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def test_arguments_at_the_interpreter_s_limit_go_to_the_template_as_a_text(encod
     assert worker_of(encoder) == worker and worker is not None
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("number", range(40))
 def test_whatever_a_conversation_holds_it_fails_alone(number: int) -> None:
     rng = random.Random(number)
 
@@ -75,9 +76,10 @@ def test_whatever_a_conversation_holds_it_fails_alone(number: int) -> None:
         [_] = encoder.encode([PLAIN], 100_000)
         worker = worker_of(encoder)
         for _ in range(25):
-            options = ChatOptions(*(value() if rng.random() < 0.3 else "" for _ in range(2)), f'{{"a": {value()}}}' if rng.random() < 0.3 else "")
+            tools, documents, kwargs = (text if rng.random() < 0.3 else "" for text in (value(), value(), f'{{"a": {value()}}}'))
+            options = ChatOptions(tools, documents, kwargs)
             several = [calling(value(), options, rng.choice(("", value(), "<|im_end|>"))), PLAIN]
-            found, other = on_a_stack_of(rng.choice((0, 300)), lambda encoder=encoder, several=several: encoder.encode(several, 1_000_000))
+            found, other = on_a_stack_of(rng.choice((0, 300)), partial(encoder.encode, several, 1_000_000))
             assert isinstance(found, TokenizedRequest) or (isinstance(found, Invalid) and found.status == 400), found
             assert isinstance(other, TokenizedRequest)
             assert isinstance(found, Invalid) or MARK not in encoder.tokenizer.decode(found.prompt_token_ids.tolist())
@@ -91,6 +93,6 @@ def test_tools_that_are_nested_too_deep_are_refused_with_a_reason() -> None:
 
 def test_a_request_that_can_t_be_encoded_fails_alone() -> None:
     """Whatever was in Redis: text that is none ends no process."""
-    broken = GenerateRequest("r.0", None, "m", SamplingParams(), (ChatMessage("user", {1, 2}),))  # type: ignore[arg-type]
+    broken = GenerateRequest("r.0", None, "m", SamplingParams(), (ChatMessage("user", {1, 2}),))
     found, other = ENCODERS[0].encode([broken, PLAIN], 4096)
     assert isinstance(found, Invalid) and "TypeError" in str(found) and isinstance(other, TokenizedRequest)
