@@ -264,7 +264,7 @@ def test_what_load_balancers_ask(demo: Deployment) -> None:
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"typical_p": 0}, "typical_p"), ({"typical_p": 1.5}, "typical_p"), ({"top_n_sigma": 1e9}, "top_n_sigma"), ({"xtc_probability": 2}, "xtc_probability"),
+        ({"typical_p": -1}, "typical_p"), ({"typical_p": 1.5}, "typical_p"), ({"top_n_sigma": 1e9}, "top_n_sigma"), ({"xtc_probability": 2}, "xtc_probability"),
         ({"xtc_threshold": -1}, "xtc_threshold"), ({"dynatemp_range": -1}, "dynatemp_range"), ({"dynatemp_exponent": 1e9}, "dynatemp_exponent"),
         ({"dry_multiplier": -1}, "dry_multiplier"), ({"dry_base": 0.5}, "dry_base"), ({"dry_allowed_length": -1}, "dry_allowed_length"),
         ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"), ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
