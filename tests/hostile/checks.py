@@ -48,7 +48,7 @@ def asked(client: httpx.Client, schema: Any, seen: threading.Semaphore | None = 
 
 
 def checks(deployment: Deployment) -> list[str]:
-    """What is wrong, in words."""
+    """Say what is wrong, in words."""
     slow, other = (
         httpx.Client(base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120)
         for key in [add_key(deployment.folder / "keys.json", name) for name in ("slow", "brief")]
