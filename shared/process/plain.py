@@ -60,7 +60,7 @@ def _packed(value: Any) -> msgpack.ExtType:
 
 
 def _state(value: Any) -> Any:
-    """What makes the object again: a model's fields, else the arguments of its class."""
+    """Return what makes the object again: a model's fields, else the arguments of its class."""
     if isinstance(value, BaseModel):
         return [value.__dict__, list(value.model_fields_set), value.__pydantic_private__]
     if is_dataclass(value):

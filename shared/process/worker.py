@@ -30,6 +30,8 @@ from shared.process.plain import Unreadable, pack, unpack
 MEMORY = 512 << 20  # more than what the process has when it begins
 MAX_FILES = 64  # open at once, of a child: modules that are imported late
 MAX_ANSWER = 1 << 30  # bytes
+LONG_S = 0.2  # what takes longer runs behind all stages
+NICENESS = 10
 
 QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
 REPLY = struct.Struct("<BQ")  # the outcome, and the length of what follows
@@ -115,10 +117,14 @@ def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, l
         os.close(source)
         answer_and_exit(answer, question, sink, memory, limit_s)
     os.close(sink)
-    ends_at, reply, length = time.monotonic() + limit_s, bytearray(), 0
-    outcome = Outcome.DIED
+    began_at, reply, length = time.monotonic(), bytearray(), 0
+    outcome, is_long = Outcome.DIED, False
     while True:
-        ready, _, _ = select.select([source, 0], [], [], max(0.0, ends_at - time.monotonic()))
+        ready, _, _ = select.select([source, 0], [], [], max(0.0, began_at + (limit_s if is_long else min(limit_s, LONG_S)) - time.monotonic()))
+        if not ready and not is_long:
+            is_long = True
+            os.setpriority(os.PRIO_PROCESS, child, NICENESS)
+            continue
         if source not in ready:
             outcome = Outcome.OUT_OF_TIME
             if ready:

@@ -4,6 +4,7 @@ Not part of `make test`. Each must get a clear answer: a 4xx whose body says why
 route's API, or a 2xx where the request is good after all; never a 5xx. The gateway's memory must
 stay flat, and /health fine. Then hostile messages go into every stream of Redis and into the queue
 of batch jobs, and no stage may die of them. Wrong keys are compared by the time of their refusal.
+Before all that, another tenant is asked how long he waits beside replays and slow checks.
 Loopback only.
 """
 
@@ -12,22 +13,22 @@ import asyncio
 import itertools
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import psutil
 
 from services.requests.tenants.api_keys import add_key
 from shared.wire.streams import DEAD_LETTER
-from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cases import BROKEN, Case, make_cases
+from tests.hostile.cast import running
+from tests.hostile.checks import checks
 from tests.hostile.depths import send_deep
 from tests.hostile.jobs import CHEWING_S, Outside, batch_is_answered, forge_files, inject_jobs
+from tests.hostile.replays import replays
 from tests.hostile.streams import inject
 from tests.hostile.timing import tell_apart
 from tests.waiting import wait_until
@@ -35,7 +36,6 @@ from tests.waiting import wait_until
 WARM_UP = 1000  # requests, after which memory is to be flat
 MAX_GROWTH_MB = 32
 CONCURRENCY = 8
-STAGES = ("sampler", "tokenizer", "compute", "gateway", "jobs")
 OPEN = ("/", "/health", "/v1/health", "/ready", "/ping")
 
 
@@ -162,25 +162,20 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=2000, help="that are written into the pipeline's streams afterwards")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as url:
-        key = add_key(folder / "keys.json", "attacker")
-        deployment = Deployment(url, folder)
-        try:
-            for stage in STAGES:
-                deployment.start(stage, f"{stage}-1", keys_file=folder / "keys.json", dtype="float32")
-            deployment.wait_live(*(f"{stage}-1" for stage in STAGES))
-            wait_until(lambda: deployment.get("/ready").status_code == 200, description="ready", timeout_s=60)
-            attack = Attack(deployment, key)
-            if difference := asyncio.run(tell_apart(deployment.url(), key)):
-                attack.faults[difference] += 1
-            growth_mb = asyncio.run(attack.run(args.requests, args.seed))
-            ended = asyncio.run(send_deep(attack, args.deep, args.seed, CONCURRENCY))
-            print(f"{args.deep} deep bodies sent; processes that ended: {sum(ended.values())} {dict(ended)}", flush=True)
-            attack_redis(attack, args.messages, args.seed)
-            deaths = [each for each, process in deployment.processes.items() if process.poll() is not None]
-            logs = deployment.logs() if deaths else ""
-        finally:
-            deployment.stop()
+    with running() as deployment:
+        key = add_key(deployment.folder / "keys.json", "attacker")
+        attack = Attack(deployment, key)
+        wait_until(lambda: httpx.get(f"{deployment.url()}/v1/models", headers={"x-api-key": key}, trust_env=False).is_success, description="the key is known")
+        for fault in (*replays(deployment), *checks(deployment)):
+            attack.faults[fault] += 1
+        if difference := asyncio.run(tell_apart(deployment.url(), key)):
+            attack.faults[difference] += 1
+        growth_mb = asyncio.run(attack.run(args.requests, args.seed))
+        ended = asyncio.run(send_deep(attack, args.deep, args.seed, CONCURRENCY))
+        print(f"{args.deep} deep bodies sent; processes that ended: {sum(ended.values())} {dict(ended)}", flush=True)
+        attack_redis(attack, args.messages, args.seed)
+        deaths = [each for each, process in deployment.processes.items() if process.poll() is not None]
+        logs = deployment.logs() if deaths else ""
     print(logs, end="")
     print("answers:", ", ".join(f"{status}: {count}" for status, count in sorted(attack.statuses.items())))
     print(f"the gateway grew by {growth_mb:.1f} MB after the first {WARM_UP}; processes that died: {deaths or 'none'}")

@@ -17,7 +17,7 @@ STAGES = ("sampler", "tokenizer", "compute", "gateway", "jobs")
 def running() -> Iterator[Deployment]:
     """The demo model's pipeline, ready, which wants keys."""
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as url:
-        add_key(folder / "keys.json", "attacker")
+        add_key(folder / "keys.json", "first")
         deployment = Deployment(url, folder)
         try:
             for stage in STAGES:

@@ -40,7 +40,7 @@ def took(client: httpx.Client) -> float:
 
 
 def replays(deployment: Deployment) -> list[str]:
-    """What is wrong, in words."""
+    """Say what is wrong, in words."""
     keys = [add_key(deployment.folder / "keys.json", name) for name in ("again", "other")]
     again, other = (httpx.Client(base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120) for key in keys)
     wait_until(lambda: all(each.get("/v1/models").status_code == 200 for each in (again, other)), description="the keys are known")

@@ -80,7 +80,7 @@ class Replay:
 
 
 class Replays:
-    """Those that are followed now, and of those that have ended the last used."""
+    """The replays that are followed now, and of those that have ended the last used."""
 
     def __init__(self) -> None:
         self.followed: dict[str, Replay] = {}  # by response
