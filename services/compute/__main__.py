@@ -6,8 +6,11 @@ from services.compute.group.ends import Group, Member
 from services.compute.group.launch import join_group, open_group, rank_of
 from services.compute.parallel.share import check_stages
 from shared.model.files import ModelFiles, open_model
+from shared.process.host_memory import enough_memory
 from shared.process.settings import ComputeSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
+
+IMPORTS_TORCH = "torch alone needs some 700 MiB: raise the limit (ulimit -v)"
 
 
 def main() -> None:
@@ -31,15 +34,17 @@ def main() -> None:
 
 
 def follow(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
-    from services.compute.rank import run_rank
+    with enough_memory("compute", IMPORTS_TORCH):
+        from services.compute.rank import run_rank
 
     run_rank(settings, files, member)
 
 
 def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> None:
-    from services.compute.engine import build_engine
-    from services.compute.service import ComputeService
-    from services.compute.weights.sizes import sizes_of, weights_of
+    with enough_memory("compute", IMPORTS_TORCH):
+        from services.compute.engine import build_engine
+        from services.compute.service import ComputeService
+        from services.compute.weights.sizes import sizes_of, weights_of
 
     engine = build_engine(settings, files, group)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)

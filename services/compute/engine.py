@@ -1,8 +1,8 @@
 """Engine: a model, its cache and its scheduler, as settings and a checkpoint make them."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
@@ -40,6 +40,7 @@ from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.model.vision.families import Dynamic
 from shared.process.errors import StartupError
+from shared.process.host_memory import enough_memory, size_text
 from shared.process.on_cpu import refused_on_cpu
 from shared.process.settings import ComputeSettings, EncoderSettings
 from shared.process.telemetry import get_logger
@@ -145,14 +146,20 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
 
 def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
     """Load the model, or rank 0's part of it. Raises StartupError."""
-    try:
+    with room_for(settings, files):
         return load_engine(settings, files, group)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(does_not_fit(files, error)) from None
 
 
-def does_not_fit(files: ModelFiles, error: torch.OutOfMemoryError) -> str:
-    return f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}"
+@contextmanager
+def room_for(settings: ComputeSettings, files: ModelFiles) -> Iterator[None]:
+    """Raise StartupError, in one line, where a model and its cache have too little memory."""
+    smaller = "a smaller model" if settings.quantization != "none" else "--quantization w8a8 or w4, or a smaller model"
+    cache = f"less than --kv-cache-memory {size_text(settings.kv_cache_memory)}" if settings.kv_cache_memory else "a small --kv-cache-memory"
+    with enough_memory(files.name, f"Try {cache}, {smaller}"):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,17 @@ import os
 
 import torch
 
+from shared.process.host_memory import allocation_failed
+
 
 def mapped_zeros(num_bytes: int) -> torch.Tensor:
     """[num_bytes] uint8 at the beginning of a page. The system provides pages when they are first
     written, large ones where it can: weights and caches are read from all over, and each page of 4
     KiB would need an entry of the TLB."""
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise allocation_failed(num_bytes) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

@@ -1,11 +1,9 @@
 """A rank of a group that is not the first: it runs its part of each step, as rank 0 tells it. It knows
 nothing of requests, and does not speak to Redis."""
 
-import torch
-
 from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.cache.stored_cache import Stored
-from services.compute.engine import cached_models, does_not_fit, load_models, reserve, size_cache
+from services.compute.engine import cached_models, load_models, reserve, room_for, size_cache
 from services.compute.fingerprint import fingerprint
 from services.compute.group.ends import Member
 from services.compute.model_runner import ModelRunner
@@ -14,16 +12,13 @@ from services.compute.speculation.draft_models import make_draft_runner
 from services.compute.speculation.heads import tap_stage
 from services.compute.timing import choose_step_timeout
 from shared.model.files import ModelFiles
-from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 
 
 def run_rank(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
     """Load, and run what rank 0 tells until it closes the group. Raises StartupError."""
-    try:
+    with room_for(settings, files):
         runners, stored = load_runners(settings, files, member)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(does_not_fit(files, error)) from None
     for command in member.commands(choose_step_timeout(settings, runners[0].model.backend.device)):
         carry_out(command, runners, stored, member.answer)
     if stored is not None:

@@ -2,6 +2,7 @@
 
 from shared.model.files import open_model
 from shared.process.errors import StartupError
+from shared.process.host_memory import enough_memory
 from shared.process.settings import EncoderSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
 
@@ -16,11 +17,12 @@ def main() -> None:
         raise StartupError(f"{files.name} sees no images: an encoder has nothing to do for it")
 
     # torch takes seconds to import: only now, so that a bad setting is told at once
-    from services.compute.engine import open_tower
-    from services.compute.images.reader import PixelProcess
-    from services.encoder.service import EncoderService
+    with enough_memory(files.name, "An encoder holds the part of a model that sees: give it more memory, or take a smaller model"):
+        from services.compute.engine import open_tower
+        from services.compute.images.reader import PixelProcess
+        from services.encoder.service import EncoderService
 
-    tower = open_tower(settings, files)
+        tower = open_tower(settings, files)
     stage = Stage("encoder", settings, model=files.name, aliases=files.aliases, step_timeout_s=CALL_TIMEOUT_S)
     stage.fingerprint = tower.fingerprint
     EncoderService(stage, tower, PixelProcess(stage.transport, files.vision_folder, files.vision)).run()

@@ -23,6 +23,7 @@ from services.operator.redis_server import BROKEN_FILE, default_memory, password
 from services.requests.tenants.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
+from shared.process.host_memory import free_host_memory, size_text
 from shared.process.settings import UpSettings, environment_of
 from shared.process.stage_settings import DEFAULT_REDIS_URL
 from shared.process.telemetry import get_logger
@@ -36,6 +37,7 @@ FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff again
 REDIS = "redis"
 MAX_REDIS_FAILURES = 3
+MAX_KILLS = 3  # of one process, in a row, before everything has been ready: then it is nobody's hand
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
 COMPUTE_NICENESS = 5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
 JOBS_NICENESS = 5  # batches have time
@@ -52,6 +54,7 @@ class Child:
     restart_at: float = 0.0
     delay_s: float = FIRST_RESTART_S
     num_failures: int = 0  # exits with an error of its own, in a row
+    num_kills: int = 0  # by a signal, in a row
 
 
 @dataclass(slots=True)
@@ -156,8 +159,11 @@ class Launcher:
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:
-                    child.delay_s, child.num_failures = FIRST_RESTART_S, 0
+                    child.delay_s, child.num_failures, child.num_kills = FIRST_RESTART_S, 0, 0
                 child.num_failures += code > 0  # whom a signal ended may start well
+                child.num_kills = child.num_kills + 1 if code < 0 else 0
+                if child.num_kills >= MAX_KILLS and not self.is_announced:
+                    raise StartupError(why_killed(child.name, -code))
                 if child.name == REDIS and child.num_failures >= MAX_REDIS_FAILURES:
                     self._explain_redis()
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
@@ -207,6 +213,15 @@ class Launcher:
         terminate(self.stages)
         for child in self.servers:
             terminate([child])
+
+
+def why_killed(name: str, number: int) -> str:
+    """The line for a process that a signal ended again and again while it started."""
+    what = f"{name} has been ended {MAX_KILLS} times by {signal.Signals(number).name} while it started"
+    if number != signal.SIGKILL:
+        return what
+    free = size_text(free_host_memory())
+    return f"{what}, as the system does where memory runs out ({free} are free): a smaller --kv-cache-memory, --quantization w8a8 or w4, or a smaller model"
 
 
 def default_model() -> str:

@@ -1,8 +1,15 @@
-"""How much memory a process could still take on this machine, or in its container."""
+"""How much memory a process could still take on this machine, or in its container; and words for where it is too little."""
 
+import errno
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from shared.process.errors import StartupError
 
 GIB = 1 << 30
 UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -14,6 +21,32 @@ def size_text(num_bytes: float) -> str:
     power = min(max(int(num_bytes), 1).bit_length() - 1, 39) // 10
     number = num_bytes / (1 << 10 * power)
     return f"{number:.3g} {UNITS[power]}" if number < 100 else f"{number:.0f} {UNITS[power]}"
+
+
+# what torch, numpy, C++ and the loader of shared objects say, and how much they wanted
+TOO_LITTLE = re.compile(r"(?:can't|cannot|unable to) (?:allocate|mmap)|bad_alloc|failed to map segment", re.IGNORECASE)
+ASKED_UNITS = (*UNITS, "TiB", "PiB")
+ASKED = re.compile(rf"allocate ([\d.]+) ({'|'.join(ASKED_UNITS)})")
+
+
+@contextmanager
+def enough_memory(name: str, advice: str) -> Iterator[None]:
+    """Raise StartupError, in one line, where what is done here does not get the memory that it asks for: trying again would not help. name: of what
+    needs it. advice: what to set."""
+    try:
+        yield
+    except Exception as error:
+        is_refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        if isinstance(error, StartupError) or not (is_refused or TOO_LITTLE.search(str(error))):
+            raise
+        asked = ASKED.search(str(error))
+        wanted = f"{size_text(float(asked[1]) * 1024 ** ASKED_UNITS.index(asked[2]))} more were asked for, and " if asked else ""
+        raise StartupError(f"{name}: too little memory: {wanted}{size_text(free_host_memory())} are free for this process. {advice}") from None
+
+
+def allocation_failed(num_bytes: int) -> MemoryError:
+    """The error for memory that the system did not give."""
+    return MemoryError(f"can't allocate {num_bytes} bytes")
 
 
 def total_host_memory() -> int:
@@ -29,6 +62,9 @@ def total_host_memory() -> int:
 def free_host_memory() -> int:
     """Bytes."""
     available = int(psutil.virtual_memory().available)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
+    if most != resource.RLIM_INFINITY:
+        available = min(available, max(0, most - psutil.Process().memory_info().vms))
     try:
         limit, used, details = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
     except OSError:  # no cgroups here, or an older kind

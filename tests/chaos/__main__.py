@@ -82,9 +82,10 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
         print(rounds.checks.told_drafts(), flush=True)
         print(f"{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n", flush=True)
         tally = history.judge.tally
+        print(f"{history.num_faults} faults, of which {2 * rounds.num_pairs} began two at once, in different processes", flush=True)
         print(f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)
         seconds = round(time.monotonic() - started, 1)
-        print(document(history.judge, rounds=rounds.number, seconds=seconds, restarts=cluster.num_restarts, idle_consumers=num_idle))
+        print(document(history.judge, rounds=rounds.number, seconds=seconds, restarts=cluster.num_restarts, pairs=rounds.num_pairs, idle_consumers=num_idle))
         return 1 if tally.wrong else 0
     finally:
         for task in tasks:

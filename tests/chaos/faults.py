@@ -7,6 +7,7 @@ and Redis, and outages beyond the time-outs: partitions.py; of the ranks of a gr
 import asyncio
 import fnmatch
 import random
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,12 @@ BURST = 5  # more than any number of deliveries after which a request is given u
 LIVE_TIMEOUT_S = 20.0
 OUTAGES_S = (60, 90, 300)
 
+# the stages that a fault hits and does not name
+HIDDEN = {
+    "kill-everything": STAGES, "clocks-back": STAGES, "clocks-forth": STAGES, "resume-late": ("gateway",),
+    **dict.fromkeys(("kill-rank", "stop-rank", "flip-kv-disk", "cut-kv-disk"), ("compute",)),
+}  # fmt: skip
+
 Draw = Literal["always", "more", "long", "named"]  # drawn always, with --more too, with --long alone; any of them by its name in --only
 Need = Literal["proxies", "clocks", "keys", "kv-disk", "ranks"]  # what the run must have been started with
 
@@ -38,6 +45,14 @@ class Fault:
     family: str = ""  # of those that take long, a round has MOST_A_ROUND
     draw: Draw = "always"
     needs: Need | None = None
+
+    @property
+    def hits(self) -> frozenset[str]:
+        """The stages whose processes it hits, and Redis; a fault that hits none of them counts as one of its own."""
+        stages = {stage for stage in STAGES if stage in re.split(r"[-+]", self.name)}
+        if self.family in ("redis", "long") or self.draw == "named":
+            stages.add("redis")
+        return frozenset(stages | {*HIDDEN.get(self.name, ())} or {self.name})
 
 
 def kill(*stages: str) -> Run:

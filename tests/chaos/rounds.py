@@ -15,6 +15,7 @@ from tests.chaos.redis_faults import REDIS_ERRORS
 
 LOSING_ROUNDS = 0.25  # the share in which faults may lose data: in these, errors are no proof of anything
 SHORTEST_GAP_S, LONGEST_GAP_S = 0.2, 2.5  # between the beginnings of two faults
+PAIRS = 0.3  # the share of faults with which another begins at once, in other processes
 LIVE_GAP_S = 1.5  # from the first request to the first fault
 MOST_DEADLINES = 5  # that a slow machine, on which tokens go on being decided, may take
 DRAIN_S = 10.0  # at least, for the streams once all has ended
@@ -40,13 +41,27 @@ def plan(faults: list[Fault], rng: random.Random, round_s: float, max_faults: in
         at += pause_s
         if at > round_s:
             break
-        taken = Counter(each.fault.family for each in planned)
-        free = [each for each in chosen if taken[each.family] < MOST_A_ROUND.get(each.family, max_faults)]
-        if not free:
+        fault = draw(chosen, planned, rng, max_faults)
+        if fault is None:
             break
-        fault = rng.choices(free, [each.weight for each in free])[0]
         planned.append(Planned(fault, pause_s, f"{fault.name}:{rng.random()}"))
+        if len(planned) < max_faults and rng.random() < PAIRS:
+            others = [each for each in chosen if not each.hits & fault.hits]
+            if (other := draw(others, planned, rng, max_faults)) is not None:
+                planned.append(Planned(other, 0.0, f"{other.name}:{rng.random()}"))
     return planned
+
+
+def draw(chosen: list[Fault], planned: list[Planned], rng: random.Random, max_faults: int) -> Fault | None:
+    """The next fault of a round, of those whose family may have one more; None: there is none."""
+    taken = Counter(each.fault.family for each in planned)
+    free = [each for each in chosen if taken[each.family] < MOST_A_ROUND.get(each.family, max_faults)]
+    return rng.choices(free, [each.weight for each in free])[0] if free else None
+
+
+def told(planned: list[Planned]) -> str:
+    """The names of the faults in their order; a plus is between those that began at once."""
+    return "".join(f"{', ' if each.pause_s else ' + '}{each.fault.name}" for each in planned).removeprefix(", ")
 
 
 @dataclass(slots=True)
@@ -58,6 +73,7 @@ class Rounds:
     faults: list[Fault]
     checks: Checks
     number: int = 0
+    num_pairs: int = 0  # of faults that began at once
 
     async def run(self, max_faults: int, left_s: float) -> bool:
         """One round, whose faults begin within left_s. False where something did not end: what follows would only show that again."""
@@ -67,8 +83,10 @@ class Rounds:
         tally = history.judge.tally
         before, num_wrong = tally.total("answered"), len(tally.wrong)
         planned = plan(self.faults, random.Random(f"{self.options.seed}:{self.number}"), min(self.options.round_s, left_s), max_faults)
-        history.write("round", number=self.number, at="begin", may_lose=any(each.fault.may_lose for each in planned))
+        may_lose = any(each.fault.may_lose for each in planned)
+        history.write("round", number=self.number, at="begin", may_lose=may_lose)
         clients = load.begin(self.options.num_clients, self.number)
+        self.num_pairs += sum(each.pause_s == 0 for each in planned)
         await self.inflict(planned) if planned else await asyncio.sleep(min(self.options.round_s, left_s))
         try:
             await arena.cluster.heal()
@@ -77,14 +95,14 @@ class Rounds:
         history.write("round", number=self.number, at="healed", may_lose=False)
         healed = time.monotonic()
         load.is_over = True
-        is_over = await self.finish(clients, healed)
+        is_over = await self.finish(clients, healed, may_lose=may_lose)
         await self.checks.note_drafts()
         for crash in arena.cluster.take_crashes():
             history.find(f"crash: {crash}")
         history.write("round", number=self.number, at="over", may_lose=False)
         print(
             f"round {self.number}: {tally.total('answered') - before} answered, {len(tally.wrong) - num_wrong} wrong; faults {healed - started:.1f} s, "
-            f"then over after {time.monotonic() - healed:.1f} s; {', '.join(each.fault.name for each in planned)}",
+            f"then over after {time.monotonic() - healed:.1f} s; {told(planned)}",
             flush=True,
         )
         return is_over
@@ -109,7 +127,7 @@ class Rounds:
         finally:
             history.write("fault", number=number, name=name, at="end", says=planned.fault.says)
 
-    async def finish(self, clients: "list[asyncio.Task[None]]", healed: float) -> bool:
+    async def finish(self, clients: "list[asyncio.Task[None]]", healed: float, *, may_lose: bool) -> bool:
         """Wait for every end, while anything moves; then look at what is left. False where requests hung or Redis did not drain."""
         arena, patience_s = self.arena, self.options.deadline_s
         num_decided, moved_at = -1, healed
@@ -127,6 +145,6 @@ class Rounds:
         for task in hung:
             task.cancel()
         await asyncio.gather(*clients, *hung, return_exceptions=True)
-        for finding in [*left, *([] if hung else await self.checks.after_round())]:
+        for finding in [*left, *([] if hung else await self.checks.after_round(may_lose=may_lose))]:
             arena.history.find(f"left over: {finding}")
         return not hung and not left

@@ -2,6 +2,7 @@
 
 import random
 import signal
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_a_seed_gives_the_same_faults_and_few_slow_ones() -> None:
     for family, most in MOST_A_ROUND.items():
         assert max(sum(each.fault.family == family for each in planned) for planned in rounds) == most
     assert {each.fault.name for planned in rounds for each in planned} == set(FAULTS)
+
+
+def test_some_faults_begin_two_at_once_and_in_different_processes() -> None:
+    for seed in range(20):
+        planned = plan([*FAULTS.values()], random.Random(seed), 12, 99)
+        pairs = [(one.fault, other.fault) for one, other in pairwise(planned) if other.pause_s == 0]
+        assert all(not one.hits & other.hits for one, other in pairs) and 0 < planned[0].pause_s
+        assert len(pairs) < len(planned) / 2, "single ones, too"
+    assert FAULTS["kill-compute+sampler"].hits == {"compute", "sampler"} and FAULTS["stop-redis"].hits == {"redis"}
 
 
 def test_faults_are_chosen_by_pattern() -> None:
