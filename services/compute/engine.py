@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
@@ -24,6 +24,7 @@ from services.compute.images.tower import VisionTower, load_tower
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.architectures import is_native, read_config
 from services.compute.models.decoder import Decoder
+from services.compute.models.library_errors import refusals
 from services.compute.place import ALONE, Place, agree_on_blocks, load_decoder, make_runner, open_place, open_stored
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
@@ -134,12 +135,13 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
         from services.compute.weights.gguf_modules import load_gguf_modules
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
-    if files.labels:
-        return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
-    if is_encoder(files.config, files.folder):
-        return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
-    load = partial(load_gguf_modules, files.weights, backend) if files.weights.is_file() else None
-    return load_transformers_model(files.folder, backend, max_model_len, load)
+    with refusals(files.name):
+        if files.labels:
+            return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
+        if is_encoder(files.config, files.folder):
+            return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
+        load = partial(load_gguf_modules, files.weights, backend) if files.weights.is_file() else None
+        return load_transformers_model(files.folder, backend, max_model_len, load)
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
@@ -221,7 +223,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         make_chain_proposer(each, runner, limits.max_batched_tokens, size.max_model_len, make_draft_runner(each, number, runner, settings, place))
         for number, each in enumerate(drafting, 1)
     ]
-    with first_kernels(device):
+    with first_kernels(device), nullcontext() if isinstance(model, Decoder) else refusals(files.name):
         check_numbers(runner, files.name)
         if device.type == "cuda" and not is_encoder:
             warm_up(runner, limits.max_num_seqs)

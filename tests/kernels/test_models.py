@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from services.compute.backends.cpu.library import VARIABLE
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.engine import build_engine
 from services.compute.models.architectures import read_config
+from services.compute.models.rope import read_rope
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, open_model, text_config
 from shared.process.errors import StartupError
@@ -69,6 +72,53 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     assert (defaults.vocab_size, defaults.num_heads, defaults.num_kv_heads, defaults.head_dim) == (262_208, 8, 4, 256)
     assert [layer for layer, window in enumerate(defaults.sliding_windows) if window is None] == [5, 11, 17, 23, 29]
     assert [rope.inv_freq[1].item() for rope in defaults.ropes] == pytest.approx([1e6 ** (-1 / 128) / 8, 1e4 ** (-1 / 128)])
+
+
+def test_a_checkpoint_of_the_model_below_the_head(tmp_path: Path) -> None:
+    """Qwen 3 Embedding as published: tensors without `model.`."""
+    config = transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
+    reference = reference_model("qwen3", tmp_path, config=config)
+    file = tmp_path / "model.safetensors"
+    bare = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    assert "embed_tokens.weight" in bare and "lm_head.weight" not in bare
+    save_file(bare, file, metadata={"format": "pt"})
+    assert_greedy(Engine(tmp_path), reference, prompts(3, SIZES["vocab_size"]), NUM_TOKENS)
+
+
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+QWEN3_VL = SIZES | {"head_dim": 32, "rope_parameters": MROPE}
+QWEN3_VL_MOE = QWEN3_VL | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+SMALL_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+
+
+@pytest.mark.parametrize("layout", ["dense", "experts", "turned experts"])
+def test_the_text_part_of_qwen3_vl(layout: str, tmp_path: Path) -> None:
+    """Published mixtures have their experts' matrices as [inputs, outputs], files that transformers writes as it computes with them."""
+    if layout == "dense":
+        whole: torch.nn.Module = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(text_config=QWEN3_VL, vision_config=SMALL_TOWER))
+    else:
+        whole = transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig(text_config=QWEN3_VL_MOE, vision_config=SMALL_TOWER))
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    whole.eval().save_pretrained(tmp_path)
+    if layout != "dense":
+        file = tmp_path / "model.safetensors"
+        turned = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(file).items()}
+        is_turned = turned["model.language_model.layers.0.mlp.experts.down_proj"].shape[1:] == (40, 64)
+        if is_turned == (layout == "turned experts"):
+            save_file(turned, file, metadata={"format": "pt"})
+    engine = Engine(tmp_path)
+    assert engine.runner.model.implementation == "native"
+    assert_greedy(engine, whole, prompts(3, SIZES["vocab_size"]), NUM_TOKENS)
+
+
+def test_the_axes_of_qwen3_vl_take_turns() -> None:
+    rope = read_rope(QWEN3_VL, 32, 512)
+    assert rope.axes is not None
+    positions = torch.tensor([[[3, 90]], [[14, 7]], [[200, 5]]])
+    library = Qwen3VLTextRotaryEmbedding(transformers.Qwen3VLConfig(text_config=QWEN3_VL).text_config)
+    cos, _ = library(torch.zeros(1), positions)
+    torch.testing.assert_close((positions[rope.axes, 0].T * rope.inv_freq).cos(), cos[0, :, :16])
 
 
 def test_the_demo_answers_through_transformers_too() -> None:

@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 
 from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.engine import build_engine
-from services.compute.models.transformers_model import load_transformers_model
+from services.compute.models.transformers_attention import ANSWERS, ATTENTION, PassingCache, Unsupported, register
+from services.compute.models.transformers_model import TransformersModel, load_transformers_model
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
@@ -36,13 +37,11 @@ RAGGED: dict[str, PretrainedConfig] = {
     "cohere": transformers.CohereConfig(**SIZES, logit_scale=1.0),
     "cohere2-window": transformers.Cohere2Config(**SIZES, **MIXED_LAYERS, head_dim=16, logit_scale=1.0),
     "starcoder2-window": transformers.Starcoder2Config(**SIZES, sliding_window=24),
+    "stablelm": transformers.StableLmConfig(**SIZES),
     "glm4": transformers.Glm4Config(**SIZES, head_dim=16),
     "exaone4": transformers.Exaone4Config(**SIZES, **MIXED_LAYERS),
     "gemma2-caps": transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
     "gpt-oss-sinks": transformers.GptOssConfig(**SIZES, **MOE, head_dim=16, sliding_window=24),
-    "llama4-chunks": transformers.Llama4TextConfig(
-        **SIZES, **MOE | {"num_experts_per_tok": 1}, head_dim=16, intermediate_size_mlp=112, attention_chunk_size=24, attn_scale=0.1, floor_scale=32
-    ),
     "deepseek3": transformers.DeepseekV3Config(
         **HEADS, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=32,
         kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
@@ -51,14 +50,20 @@ RAGGED: dict[str, PretrainedConfig] = {
         **SIZES, head_dim=16, sliding_window=24, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         per_layer_config={"02": {"head_dim": 32}}, use_bidirectional_attention=None,
     ),  # layers whose heads differ
+    "granite4-attention": transformers.GraniteMoeHybridConfig(
+        **SIZES, layer_types=["attention"] * 3, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="rope",
+    ),  # of a class that may have a state
 }  # fmt: skip
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
-    "stablelm": transformers.StableLmConfig(**SIZES),
+    "llama4-chunks": transformers.Llama4TextConfig(
+        **SIZES | MOE | {"num_experts_per_tok": 1, "num_hidden_layers": 4}, head_dim=16, intermediate_size_mlp=112, attention_chunk_size=24, attn_scale=0.1,
+        floor_scale=8,
+    ),  # its fourth layer does not rotate, and asks the cache for positions
     "gptj": transformers.GPTJConfig(**GPT, rotary_dim=8),
     "falcon": transformers.FalconConfig(**HEADS),
     "bloom-alibi": transformers.BloomConfig(vocab_size=512, hidden_size=64, n_layer=3, n_head=4, eos_token_id=1, bos_token_id=1),
     "mpt-alibi": transformers.MptConfig(vocab_size=512, d_model=64, n_heads=4, n_layers=3, max_seq_len=512),
-}
+}  # fmt: skip
 ALL = RAGGED | ONE_BY_ONE
 
 
@@ -76,7 +81,7 @@ def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -
     reference = make(name, tmp_path)
     some = prompts(5, SIZES["vocab_size"])
     engine = run_on_library(tmp_path)
-    is_ragged = name in RAGGED or reference._supports_attention_backend  # GPT-J is, since transformers 5.24
+    is_ragged = name in RAGGED or (name == "gptj" and reference._supports_attention_backend)  # since transformers 5.24
     assert engine.runner.model.implementation == f"transformers ({'ragged' if is_ragged else 'one by one'})"
     assert_greedy(engine, reference, some, NUM_TOKENS)
 
@@ -103,6 +108,58 @@ def test_native_models_run_on_the_library_too(name: str, tmp_path: Path) -> None
     folder = DEMO_MODEL if name == "demo" else tmp_path
     some = prompts(6, SIZES["vocab_size"])
     assert run_on_library(folder).generate(some, NUM_TOKENS) == Engine(folder).generate(some, NUM_TOKENS)
+
+
+GEMMA4_TEXT: dict[str, Any] = {
+    **SIZES, "model_type": "gemma4_unified_text", "head_dim": 16, "attention_k_eq_v": True, "use_bidirectional_attention": "vision", "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+def test_the_text_of_a_model_that_sees_runs_by_the_class_of_the_text(tmp_path: Path) -> None:
+    """Gemma 4 12B as published, whose own class makes masks of a step's tokens."""
+    config = transformers.Gemma4UnifiedConfig(text_config=GEMMA4_TEXT, audio_config=None)
+    whole = transformers.Gemma4UnifiedForConditionalGeneration(config)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    whole.save_pretrained(tmp_path)
+    engine = run_on_library(tmp_path)
+    assert engine.runner.model.implementation == "transformers (ragged)"
+    assert_greedy(engine, whole.float().eval(), prompts(3, SIZES["vocab_size"]), NUM_TOKENS)
+    register()
+    whole.set_attn_implementation(ATTENTION)
+    with pytest.raises(Unsupported, match="its mask is not a rule of positions: index"):
+        TransformersModel(whole, FLOAT32, is_ragged=True)
+
+
+def test_what_a_row_of_several_sequences_would_make_wrong_is_found(tmp_path: Path) -> None:
+    """Each found by what a layer computes, not by its class."""
+    register()
+    asks = transformers.AutoModelForCausalLM.from_config(ALL["llama4-chunks"])
+    mixes, counts = (transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen3"]) for _ in range(2))
+    mixes.model.layers[1].mlp.register_forward_hook(lambda _, inputs, output: output + inputs[0].roll(1, 1))
+    counts.model.layers[2].input_layernorm.register_forward_hook(
+        lambda _, __, output: output * (1 + 0.1 * torch.arange(output.shape[1], device=output.device)[:, None])
+    )
+    for model, reason in ((asks, "the length of its cache"), (mixes, "its place in the row"), (counts, "its place in the row")):
+        model.eval().set_attn_implementation(ATTENTION)
+        with pytest.raises(Unsupported, match=reason):
+            TransformersModel(model, FLOAT32, is_ragged=True)
+
+
+def test_every_question_that_the_library_can_ask_of_a_cache_is_answered_or_refused() -> None:
+    cache = PassingCache()
+    for name in [*(each for each in dir(transformers.Cache) if not each.startswith("_")), "layers", "seen_tokens", "max_length"]:
+        if name in ANSWERS:
+            getattr(cache, name)
+        else:
+            with pytest.raises(Unsupported):
+                getattr(cache, name)
+    with pytest.raises(Unsupported):
+        len(cache)
+    assert {name for name in ANSWERS if not name.startswith("__")} == {
+        "update", "note", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_sliding", "is_linear", "is_dummy", "is_compileable"
+    }  # fmt: skip
 
 
 def test_bfloat16_and_a_cache_of_int8() -> None:
@@ -141,6 +198,10 @@ def load(folder: Path, max_model_len: int = 512) -> None:
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     "mamba": (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "keeps other state than keys and values"),
     "lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), "keeps other state than keys and values"),
+    "recurrent-gemma": (
+        transformers.RecurrentGemmaConfig(**SIZES, head_dim=16, lru_width=64, attention_window_size=24),
+        "keeps other state than keys and values",
+    ),  # in its modules, where no cache sees it
     "openai-gpt": (transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no KV cache"),
     "bert": (transformers.BertConfig(**HEADS), "not causal"),
 }
@@ -221,6 +282,15 @@ def test_the_engine_chooses_by_architecture_and_setting(tmp_path: Path, caplog: 
         build_engine(ComputeSettings(kv_cache_memory="1MiB", quantization="w8a8"), files)
     with pytest.raises(StartupError, match="--quantize-attention-output: "):
         build_engine(ComputeSettings(kv_cache_memory="1MiB", quantize_attention_output=True), files)
+
+
+def test_an_error_of_the_library_is_a_refusal_that_names_it(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**HEADS)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")  # which only the library reads
+    with pytest.raises(StartupError, match=f"^{tmp_path.name} can't run on the transformers library: [A-Z][A-Za-z]+: .+") as raised:
+        build_engine(ComputeSettings(kv_cache_memory="1MiB", dtype="float32"), open_model(str(tmp_path)))
+    assert "\n" not in str(raised.value)
 
 
 def test_a_refusal_at_the_command_line_is_one_line(tmp_path: Path) -> None:

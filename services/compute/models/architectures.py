@@ -171,6 +171,13 @@ def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(read, sliding_windows=(window,) * read.num_layers, moe=_qwen_moe(config))
 
 
+def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """The text part of Qwen 3 VL's mixtures."""
+    read = _qwen3_moe(config, max_model_len)
+    assert read.moe is not None
+    return replace(read, moe=replace(read.moe, has_normalized_weights=True))
+
+
 def _qwen_moe(config: Config) -> MoeConfig:
     """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5
     writes num_experts as num_local_experts."""
@@ -378,6 +385,8 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Qwen2_5_VLForConditionalGeneration": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3VLForConditionalGeneration": _qwen3,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl_moe,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
     "SmolVLMForConditionalGeneration": _llava,

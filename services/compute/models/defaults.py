@@ -27,6 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": _WINDOW,
     "Qwen3ForCausalLM": _HEADS | _WINDOW,
     "Qwen3MoeForCausalLM": _WINDOW,
+    "Qwen3VLForConditionalGeneration": _HEADS,
     "SeedOssForCausalLM": _HEADS | {"attention_bias": True},
     "SmolLM3ForCausalLM": {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
 }

@@ -47,9 +47,9 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
     if sections := rope.get("mrope_section"):  # Wang et al. 2024, "Qwen2-VL", section 2.1
-        if kind not in ("default", "mrope") or rope.get("mrope_interleaved") or len(sections) != 3 or sum(sections) != len(inv_freq):
+        if kind not in ("default", "mrope") or len(sections) != 3 or sum(sections) != len(inv_freq):
             raise StartupError(f"rope with mrope_section {sections} is supported with three parts, of all {len(inv_freq)} frequencies and no other scaling")
-        return Rope(inv_freq, axes=torch.arange(3).repeat_interleave(torch.tensor(sections)))
+        return Rope(inv_freq, axes=_axes(sections, is_interleaved=bool(rope.get("mrope_interleaved"))))
     # dynamic changes nothing up to the model's own length, and the server takes nothing longer
     if kind in ("default", "dynamic"):
         return Rope(inv_freq)
@@ -62,6 +62,17 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     if kind == "longrope":
         return _longrope(inv_freq, rope, config, max_model_len)
     raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope")
+
+
+def _axes(sections: list[int], *, is_interleaved: bool) -> torch.Tensor:
+    """The axis of each frequency: part after part, or in turns as far as the parts of the second and the
+    third reach (Bai et al. 2025, "Qwen3-VL", section 2.1)."""
+    if not is_interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axes = torch.zeros(sum(sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _check_positive(name: str, value: Any) -> None:

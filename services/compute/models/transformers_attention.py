@@ -12,7 +12,7 @@ Two ways, of which a model takes the first that it can:
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.library_errors import first_line
 
 ATTENTION = "penstock"
 # of attention: what this one does not compute
 UNKNOWN_TERMS = ("position_bias", "indices", "block_indices")
+# a number of tokens that no step of a probe holds
+FAR = 1 << 20
+# positions that a mask's rule is asked for: in a block, in a window, in a chunk, and beyond each
+ASKED = (0, 1, 2, 15, 16, 23, 24, 63, 64, 511, 512, 1023, 4095, 4096, 8192, 131_072, FAR)
+OTHER_STATE = "it keeps other state than keys and values"
+# questions of a cache's state
+STATES = frozenset(
+    ("get_conv_state", "get_recurrent_state", "has_previous_state", "is_recording_past", "update_conv_state", "update_indexer", "update_recurrent_state")
+)
 
 
 class Unsupported(Exception):
@@ -41,15 +51,17 @@ class MaskRule:
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
         """queries: [n, queries], keys: [positions] int64. Returns [n, 1, queries, positions] bool.
-        Nobody sees what comes after it."""
-        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=keys.device)
-        queries, keys = queries[:, None, :, None], keys[None, None, None, :]
-        return self.function(first, first, queries, keys) & (keys <= queries)
+        No token sees what comes after it."""
+        return self.ask(queries, keys) & (keys <= queries[:, None, :, None])
 
-    def is_causal(self, device: torch.device) -> bool:
-        """Whether a token does not see the next."""
-        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-        return not bool(self.function(first, first, first, first + 1))
+    def ask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The same, as the library says it. Raises Unsupported if it says nothing of such positions:
+        a mask may be made of the step's tokens, rather than of positions."""
+        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=keys.device)
+        try:
+            return self.function(first, first, queries[:, None, :, None], keys[None, None, None, :])
+        except Exception as error:  # of the library's own code
+            raise Unsupported(f"its mask is not a rule of positions: {first_line(error)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,47 +213,76 @@ class RaggedStep:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A layer's part of a probe: all that it hands to attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor  # of ASKED
+
+
 class Probe:
-    """A step of one sequence of one token, which attends to nothing but itself: it finds out what
-    the layers hand over."""
+    """A step whose tokens attend to nothing but themselves: it finds out what the layers hand over."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
+        self.handed: dict[int, Handed] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:  # noqa: ARG002
-        if layer in self.shapes:
+        if layer in self.handed:
             raise Unsupported(f"its layer {layer} attends more than once")
-        if not rule.is_causal(q.device):
+        asked = torch.tensor(ASKED, device=q.device)
+        mask = rule.ask(asked[None], asked)
+        if bool((mask & (asked > asked[:, None])).any()):
             raise Unsupported("its attention is not causal")
-        self.shapes[layer] = LayerShape(k.shape[1], k.shape[-1], v.shape[-1])
+        self.handed[layer] = Handed(q, k, v, mask)
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 class PassingCache(Cache):  # type: ignore[misc]
-    """The cache of the ragged way: K and V are written when a layer attends. A model that asks for
-    any other state finds none."""
+    """The cache of the ragged way: K and V are written when a layer attends.
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
+    A question that has no answer here is refused, in any release of the library: a wrong answer
+    would be wrong tokens.
+    """
+
+    is_sliding = is_linear = is_dummy = ()  # every layer holds all tokens
+    is_compileable = False
+
+    def __init__(self, length: int = 0) -> None:
+        """length: how many tokens are said to be in it."""
+        self.length = length
         self.shapes: dict[int, LayerShape] = {}  # of the layers that have handed over K and V
+        self.num_new = 0  # tokens that these handed over
+
+    def __getattribute__(self, name: str) -> Any:
+        is_ours = name in object.__getattribute__(self, "__dict__") or name in ANSWERS
+        if is_ours or name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise Unsupported(OTHER_STATE if name in STATES else f"it asks its cache for {name}")
+
+    def __len__(self) -> int:
+        raise Unsupported("it asks its cache for the number of its layers")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        """key_states, value_states: [1, kv_heads, tokens, dim]. Returns them."""
+        self.note(key_states, value_states, layer_idx)
         return key_states, value_states
 
-    def refuse_state(self, *_: object, **__: object) -> NoReturn:
-        raise Unsupported("it keeps other state than keys and values")
+    def note(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
+        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        self.num_new = key_states.shape[2]
 
-    update_conv_state = update_recurrent_state = update_indexer = has_previous_state = get_conv_state = get_recurrent_state = refuse_state
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """With those of this pass once the layer has handed them over."""
+        return self.length + (self.num_new if layer_idx in self.shapes else 0)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        return 0
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        return query_length, 0
+        return self.length + query_length, 0
 
 
 class SequenceCache(PassingCache):
@@ -250,25 +291,19 @@ class SequenceCache(PassingCache):
 
     def __init__(self, layers: dict[int, PagedLayer], block_table: Tensor, slot_mapping: Tensor, length: int) -> None:
         """block_table: [blocks] int64; slot_mapping: [tokens] int64 of the pass's tokens."""
-        super().__init__()
+        super().__init__(length)
         self.paged = layers
         self.block_table = block_table
         self.slot_mapping = slot_mapping
-        self.length = length
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [1, kv_heads, tokens, dim]. Returns those of all tokens so
-        far."""
+        """The same. Returns those of all tokens so far."""
+        self.note(key_states, value_states, layer_idx)
         paged, context = self.paged[layer_idx], self.length + len(self.slot_mapping)
         paged.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), self.slot_mapping)
         keys, values = paged.read(self.block_table[None], key_states.dtype)
         return keys[:, :, :context], values[:, :, :context]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        return self.length
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        return self.length + query_length, 0
+# what a model may ask of these caches
+ANSWERS = frozenset((*vars(PassingCache), *vars(SequenceCache)))

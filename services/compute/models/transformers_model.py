@@ -7,7 +7,7 @@ transformers_attention.py. A checkpoint is data: code that comes with it is neve
 
 import inspect
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from transformers.utils import logging
 from services.compute.backends.backend import Backend, Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.library_errors import first_line
 from services.compute.models.transformers_attention import (
     ATTENTION,
+    FAR,
+    OTHER_STATE,
     Group,
+    Handed,
     LayerShape,
     PagedLayer,
     PassingCache,
@@ -38,9 +42,12 @@ from shared.process.errors import StartupError
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-LoadModules = Callable[[Any, str], Any]  # of (transformers' config, its name of the attention): an AutoModelForCausalLM
+LoadModules = Callable[[Any], Any]  # of transformers' config: an AutoModelForCausalLM
 # names of a text's part in the checkpoint of a model that sees: those of the text alone
 TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?(language|text)_model\.(model\.)?": "model."}
+ONE, OTHER = 5, 6  # token ids of a probe, which no tokenizer uses for padding, whose embedding may be zero
+KEPT_ELSEWHERE = "its layers keep keys and values elsewhere"
+ROUNDING = 1e-3  # of the largest number: more than the order of a sum changes, less than a token or a position does
 CACHE_NAMES = ("cache", "past_key_values")  # of forward's parameter: since transformers 5.24, and before
 
 
@@ -63,7 +70,8 @@ class TransformersModel:
 
     def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""
-        shapes, vocab_size = probe(model, is_ragged=is_ragged)
+        self.parameters = set(inspect.signature(model.forward).parameters)
+        shapes, vocab_size = (probe_row if is_ragged else probe_alone)(model, self.parameters)
         self.model = model
         self.backend = backend
         # of the layers that have K and V, by the library's numbers for them
@@ -75,7 +83,6 @@ class TransformersModel:
         # were made
         self._head_inputs: list[Tensor] = []
         model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: self._head_inputs.append(inputs[0]))
-        self.parameters = set(inspect.signature(model.forward).parameters)
         self.config = TransformersConfig(
             vocab_size=vocab_size,
             num_layers=len(shapes),
@@ -131,16 +138,28 @@ class TransformersModel:
             x = self.model.get_input_embeddings()(batch.input_ids)
             x[batch.overlay.rows] = batch.overlay.values
             inputs = {"inputs_embeds": x[tokens][None]}
-        wanted: dict[str, Any] = {
-            "position_ids": batch.positions[tokens][None],
-            "attention_mask": None if self.is_ragged else torch.ones((1, cache.get_seq_length() + len(input_ids)), dtype=torch.int64, device=rows.device),
-            "logits_to_keep": rows,
-        }
-        terms = {name: value for name, value in wanted.items() if name in self.parameters}
-        logits: Tensor = self.model(**inputs, use_cache=True, **{cache_name(self.parameters): cache}, **terms).logits[0]
-        has_kept = "logits_to_keep" in self.parameters
-        self._head_inputs[-1] = self._head_inputs[-1][0] if has_kept else self._head_inputs[-1][0, rows]
-        return (logits if has_kept else logits[rows]).float()
+        length = None if self.is_ragged else cache.get_seq_length() + len(input_ids)
+        logits = run_modules(self.model, self.parameters, inputs, batch.positions[tokens], length, rows, cache)
+        if "logits_to_keep" not in self.parameters:
+            self._head_inputs[-1] = self._head_inputs[-1][:, rows]
+        self._head_inputs[-1] = self._head_inputs[-1][0]
+        return logits
+
+
+def run_modules(
+    model: Any, parameters: Collection[str], inputs: dict[str, Any], positions: Tensor, length: int | None, rows: Tensor, cache: PassingCache
+) -> Tensor:
+    """A pass over one row of tokens. parameters: of the model's forward; inputs: the tokens; positions:
+    [tokens]; length: of the sequence after the pass; None: the row has several. Returns the logits of
+    some rows, [R, vocab] float32."""
+    wanted: dict[str, Any] = {
+        "position_ids": positions[None],
+        "attention_mask": None if length is None else torch.ones((1, length), dtype=torch.int64, device=rows.device),
+        "logits_to_keep": rows,
+    }
+    terms = {name: value for name, value in wanted.items() if name in parameters}
+    logits: Tensor = model(**inputs, use_cache=True, **{cache_name(parameters): cache}, **terms).logits[0]
+    return (logits if "logits_to_keep" in parameters else logits[rows]).float()
 
 
 def load_transformers_model(folder: Path, backend: Backend, max_model_len: int | None, load: LoadModules | None = None) -> TransformersModel:
@@ -150,20 +169,16 @@ def load_transformers_model(folder: Path, backend: Backend, max_model_len: int |
     cache, and says why."""
     register()
     config, model_class = read_library_config(folder)
-    name = model_class.__name__
-    if model_class._is_stateful:
-        raise StartupError(f"{name} keeps other state than keys and values, which the paged KV cache can't hold")
     check_rope(config, max_model_len)
-    ways = (ATTENTION, "eager") if model_class._supports_attention_backend else ("eager",)
-    model = load_modules(folder, config, backend.dtype, backend.device, ways[0]) if load is None else load(config, ways[0])
-    reasons: list[str] = []
-    for attention in ways:
-        model.set_attn_implementation(attention)
+    model = load_modules(folder, config, backend.dtype, backend.device) if load is None else load(config)
+    reason = ""
+    for attention in (ATTENTION, "eager"):
         try:
+            model.set_attn_implementation(attention)
             return TransformersModel(model, TorchBackend(backend.dtype, backend.device), is_ragged=attention == ATTENTION)
         except Unsupported as error:
-            reasons.append(str(error))
-    raise StartupError(f"{name} can't run over a paged KV cache: {'; '.join(dict.fromkeys(reasons))}")
+            reason = str(error)
+    raise StartupError(f"{model_class.__name__} can't run over a paged KV cache: {reason}")
 
 
 def read_library_config(folder: Path) -> tuple[Any, Any]:
@@ -179,24 +194,24 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
     if getattr(config, "quantization_config", None):
         raise StartupError("this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only")
-    if type(config) not in AutoModelForCausalLM._model_mapping and type(config.get_text_config()) in AutoModelForCausalLM._model_mapping:
+    if type(config.get_text_config()) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config:
         tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")  # of a model that sees
         config = config.get_text_config()
-        config.tie_word_embeddings = config.tie_word_embeddings if tied is None else tied
+        config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) if tied is None else tied
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise StartupError(f"{config.model_type} is not a language model that transformers knows")
     found = AutoModelForCausalLM._model_mapping[type(config)]
     return config, found[0] if isinstance(found, tuple) else found
 
 
-def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with its weights. config: of the model, or of its text's part. Raises StartupError,
     naming a tensor that is missing."""
     logging.set_verbosity_error()
     is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False, local_files_only=True,
+            folder, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, trust_remote_code=False, local_files_only=True,
             low_cpu_mem_usage=True, output_loading_info=True, key_mapping=TEXT_NAMES if is_part else None,
         )  # fmt: skip
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
@@ -218,28 +233,64 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
                 raise StartupError(f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: --max-model-len {limit}")
 
 
-def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
-    """Run two tokens, to learn which layers have K and V, of what shape, and how many logits there
-    are. Raises Unsupported if the model can't run so."""
-    parameters = inspect.signature(model.forward).parameters
-    name = cache_name(parameters)
-    if is_ragged and "position_ids" not in parameters:
+def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerShape], int]:
+    """Run a row of three sequences of a token each, to learn which layers have K and V, of what shape,
+    and how many logits there are. Raises Unsupported if the model can't run so.
+
+    What a layer computes of a token must follow from the token and its position alone: the first and
+    the last are the same, and a cache that says it holds more must change nothing.
+    """
+    if "position_ids" not in parameters:
         raise Unsupported("it can't be told positions")
-    step, cache = Probe(), PassingCache()
-    logits = run_probe(model, [0, 0], step, name, cache)
-    shapes = step.shapes if is_ragged else cache.shapes
-    if not shapes or (is_ragged and step.shapes.keys() != cache.shapes.keys()):
-        raise Unsupported("its layers keep keys and values elsewhere")
-    if not bool(logits.isfinite().all()):
-        raise Unsupported("its logits are no finite numbers")
-    if not is_ragged and not torch.allclose(
-        logits[0], run_probe(model, [0, 1], step, name, PassingCache())[0], rtol=0.0, atol=torch.finfo(model.dtype).eps * float(logits.abs().max())
-    ):
+    (logits, handed), (others, handed_far) = (run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), PassingCache(length)) for length in (0, FAR))
+    pairs = [(logits, others), (logits[:1], logits[2:])]
+    for layer, each in handed.items():
+        far = handed_far[layer]
+        pairs += [(each.q, far.q), (each.k, far.k), (each.v, far.v), (each.mask, far.mask)]
+        pairs += [(tensor[:1], tensor[2:]) for tensor in (each.q, each.k, each.v)]
+    if not all(is_near(one, other, model.dtype) for one, other in pairs):
+        raise Unsupported("what it computes of a token depends on its place in the row, or on the length of its cache")
+    return {layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1]) for layer, each in handed.items()}, logits.shape[-1]
+
+
+def probe_alone(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerShape], int]:
+    """The same of one sequence's tokens. Raises Unsupported where the second token changes the first's
+    logits, or where another sequence in between changes the second's: a state that no cache holds."""
+
+    def run(token_ids: tuple[int, ...], cache: PassingCache) -> Tensor:
+        length = cache.get_seq_length()
+        positions = tuple(range(length, length + len(token_ids)))
+        return run_probe(model, parameters, token_ids, positions, cache, length + len(token_ids))[0]
+
+    cache = PassingCache()
+    logits = run((ONE, ONE), cache)
+    if not cache.shapes:
+        raise Unsupported(KEPT_ELSEWHERE)
+    if not is_near(logits[0], run((ONE, OTHER), PassingCache())[0], model.dtype):
         raise Unsupported("its attention is not causal")
-    return shapes, logits.shape[-1]
+    layers = {number: PagedLayer(empty_block(shape, model), max(shape.k_dim, shape.v_dim), shape) for number, shape in cache.shapes.items()}
+    table = torch.tensor([0], device=model.device)
+    caches = [SequenceCache(layers, table, torch.tensor([length], device=model.device), length) for length in (0, 1, 1)]
+    run((ONE,), caches[0])
+    before = run((OTHER,), caches[1])
+    run((OTHER, ONE), PassingCache())
+    if not is_near(before, run((OTHER,), caches[2]), model.dtype):
+        raise Unsupported(OTHER_STATE)
+    return cache.shapes, logits.shape[-1]
 
 
-def cache_name(parameters: Container[str]) -> str:
+def empty_block(shape: LayerShape, model: Any) -> Tensor:
+    """A layer's cache of two tokens."""
+    return torch.zeros((2, 1, shape.num_kv_heads, 2, max(shape.k_dim, shape.v_dim)), dtype=model.dtype, device=model.device)
+
+
+def is_near(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results are equal but for rounding, which the number of rows of a product changes."""
+    one, other = one.float(), other.float()
+    return torch.allclose(one, other, rtol=0.0, atol=max(ROUNDING, 4 * torch.finfo(dtype).eps) * float(one.abs().max()))
+
+
+def cache_name(parameters: Collection[str]) -> str:
     """The parameter of a model's forward that takes the KV cache. Raises Unsupported without one."""
     for name in CACHE_NAMES:
         if name in parameters:
@@ -247,21 +298,25 @@ def cache_name(parameters: Container[str]) -> str:
     raise Unsupported("it has no KV cache")
 
 
-def run_probe(model: Any, token_ids: list[int], step: Probe, name: str, cache: PassingCache) -> Tensor:
-    """The logits of a sequence of these tokens. name: of the cache. Raises Unsupported."""
+def run_probe(
+    model: Any, parameters: Collection[str], token_ids: tuple[int, ...], positions: tuple[int, ...], cache: PassingCache, length: int | None = None
+) -> tuple[Tensor, dict[int, Handed]]:
+    """The logits of these tokens, and what each layer handed to attention; length: as of run_modules.
+    Raises Unsupported."""
+    step = Probe()
     token = current_step.set(step)
+    ids, places, rows = (torch.tensor(each, device=model.device) for each in (token_ids, positions, range(len(token_ids))))
     try:
         with torch.inference_mode():
-            logits: Tensor = model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=True, **{name: cache}).logits[0]
-        return logits.float()
+            logits = run_modules(model, parameters, {"input_ids": ids[None]}, places, length, rows, cache)
     except Unsupported:
         raise
-    except Exception as error:  # the library has some 200 models, and what one asks for besides keys and values is its own affair
+    except Exception as error:  # what a model asks for besides keys and values is its own affair
         raise Unsupported(f"it needs more than a cache of keys and values: {first_line(error)}") from None
     finally:
         current_step.reset(token)
-
-
-def first_line(error: Exception) -> str:
-    """The error, short enough for one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if length is None and (not step.handed or step.handed.keys() != cache.shapes.keys()):
+        raise Unsupported(KEPT_ELSEWHERE)
+    if not bool(logits.isfinite().all()):
+        raise Unsupported("its logits are no finite numbers")
+    return logits, step.handed

@@ -73,15 +73,15 @@ class FileEmbedding(nn.Module):
         return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
-def load_gguf_modules(path: Path, backend: Backend, config: Any, attention: str) -> Any:
+def load_gguf_modules(path: Path, backend: Backend, config: Any) -> Any:
     """config: transformers' own, of the file. Returns an AutoModelForCausalLM. Raises StartupError,
     naming a tensor that is missing or wrong."""
     source = GgufSource(path, backend.dtype, backend.device)
     try:
         with torch.device("meta"):
-            check_shapes(make_modules(path, config, backend.dtype, attention), source)
+            check_shapes(make_modules(path, config, backend.dtype), source)
         with parameters_without_memory():
-            model = make_modules(path, config, backend.dtype, attention)
+            model = make_modules(path, config, backend.dtype)
         head = model.get_output_embeddings()
         for name, module in list(model.named_modules()):
             if (found := exchange(name, module, source, backend, config, is_head=module is head)) is not None:
@@ -94,10 +94,10 @@ def load_gguf_modules(path: Path, backend: Backend, config: Any, attention: str)
     return model.eval().to(backend.device)
 
 
-def make_modules(path: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
+def make_modules(path: Path, config: Any, dtype: torch.dtype) -> Any:
     """The model, whatever its parameters hold. Raises StartupError."""
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, IndexError, KeyError) as error:  # whatever numbers of a file lead to in the library's code
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise StartupError(f"{path}: transformers can't make the model that the metadata describe: {reason[:200]}") from None

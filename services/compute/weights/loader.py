@@ -229,11 +229,17 @@ class Loader:
 
     def fused_experts(self, block: str, moe: MoeConfig, numbers: range) -> list[Expert]:
         """Load some experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
-        intermediate]."""
+        intermediate], or, in Qwen 3 VL's published files, with the last two turned round."""
+        assert isinstance(self.source, SafetensorsSource)
         hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
         make, activation = self.backend.make_linear, self.config.activation
-        gate_up = self.source.dense(block + "experts.gate_up_proj", (moe.num_experts, 2 * inter, hidden), [numbers])
-        down = self.source.dense(block + "experts.down_proj", (moe.num_experts, hidden, inter), [numbers])
+        is_turned = self.source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
+        gate_up, down = (
+            self.source.dense(f"{block}experts.{name}_proj", (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers])
+            for name, shape in (("gate_up", (2 * inter, hidden)), ("down", (hidden, inter)))
+        )
+        if is_turned:
+            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
         return [
             Expert(
                 make(Dense(gate_up[place]), quantization=quantization, group=group, is_gated=True, activation=activation),

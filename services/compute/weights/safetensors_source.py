@@ -26,6 +26,9 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # of a multimodal checkpoint's text part, in older files and newer ones
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 
+# of the model without its head, as embedding models are published (Qwen 3 Embedding)
+BARE_EMBEDDING = "embed_tokens.weight"
+
 
 class SafetensorsSource:
     """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a
@@ -38,8 +41,10 @@ class SafetensorsSource:
         self.dtype = dtype
         self.device = device
         files = self._index()
-        self.file_by_name = {_text_name(name): file for name, file in files.items()}
         self._name_in_file = {_text_name(name): name for name in files}
+        if BARE_EMBEDDING in self._name_in_file:
+            self._name_in_file = {name if name.startswith("lm_head.") else f"model.{name}": of_file for name, of_file in self._name_in_file.items()}
+        self.file_by_name = {name: files[of_file] for name, of_file in self._name_in_file.items()}
         self.format: Format | None = read_format(config) if (config := quantization_config or self._older_config()) else None
         self.kept: Counter[str] = Counter()  # quantized matrices, by how they are kept
         self._progress = Progress(len(self.file_by_name))
@@ -119,6 +124,14 @@ class SafetensorsSource:
         file = self._file(name)
         try:
             return str(file.get_slice(self._name_in_file[name]).get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{self.file_by_name[name]}: {error}") from None
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape as the file's header has it. Raises StartupError."""
+        file = self._file(name)
+        try:
+            return tuple(file.get_slice(self._name_in_file[name]).get_shape())
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{self.file_by_name[name]}: {error}") from None
 

@@ -1,0 +1,28 @@
+"""Refusals of one line for errors of the transformers library's own code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shared.process.errors import StartupError
+
+LONGEST = 200  # characters of another's error
+
+
+@contextmanager
+def refusals(name: str) -> Iterator[None]:
+    """Raise StartupError for whatever the library raises, which has some 500 models, each with errors
+    of its own. name: of the model."""
+    try:
+        yield
+    except (StartupError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise StartupError(f"{name} can't run on the transformers library: {kind}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The error, short enough for one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:LONGEST]
