@@ -1,11 +1,12 @@
 """Thousands of schemas: `python -m tests.grammars`. Prints what became of them, and ends with 1 if an answer did not keep to its schema.
 
 By default hypothesis makes them, and patterns are drawn by chance. With --suite FOLDER they are the JSON Schema Test Suite's (its folder
-tests/draft2020-12, which jsonschema's source distribution has). Beside the answers, its own instances are tried: what it calls invalid must not be accepted, and of
-what it calls valid it is counted how much is. With --folder PATH they are the files *.json below a folder, each a schema that somebody has written
-(the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by --seed from all in the order of their names, each taken with and without
-strict as the gateway takes it, with --answers for each that a random walk draws among the tokens that are allowed. With --llama-cpp FOLDER they are
-grammars, of llama.cpp's sources: those in its folder grammars/ and in its tests, and of these the texts that they must allow and must not.
+tests/draft2020-12, which jsonschema's source distribution has). Beside the answers, its own instances are tried: what it calls invalid must not be
+accepted, and of what it calls valid it is counted how much is. With --folder PATH they are the files *.json below a folder, each a schema that
+somebody has written (the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by --seed from all in the order of their names, each
+taken with and without strict as the gateway takes it, with --answers for each that a random walk draws among the tokens that are allowed. With
+--llama-cpp FOLDER they are grammars, of llama.cpp's sources: those in its folder grammars/ and in its tests, and of these the texts that they must
+allow and must not.
 """
 
 import argparse
