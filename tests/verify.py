@@ -44,7 +44,7 @@ SUITES = {
     "explore": Suite("tests.explore", "each property test, with new examples", "10 minutes, or --minutes"),
     "fairness": Suite("tests.chaos.fairness", "small requests are at most twice as slow while another tenant floods", "minutes"),
     "failover": Suite("tests.failover", "answers stay the same while Redis' primary dies again and again, and a replica that lags takes over", "minutes"),
-    "grammars": Suite("tests.grammars", "answers keep to their JSON schemas, thousands of them", "minutes"),
+    "grammars": Suite("tests.grammars", "answers keep to their JSON schemas and patterns, thousands of them", "minutes", packages=("--group", "grammars")),
     "hostile": Suite("tests.hostile", "each of 12,000 malformed, hostile and deep requests gets a clear answer, and no process ends", "minutes"),
     "kubernetes": Suite(
         "tests.kubernetes", "the manifests and the chart are sound and say the same; updates and scaling by their numbers lose nothing", "6 minutes",

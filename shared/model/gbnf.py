@@ -54,7 +54,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """One of them."""
+    """Alternatives, of which one holds."""
 
     nodes: tuple["Node", ...]
 

@@ -108,7 +108,7 @@ NOTHING: frozenset[Node] = frozenset()
 
 
 class Lexing:
-    """What becomes a lexeme. apart: what is regular, but no lexeme."""
+    """Decides which parts become lexemes. apart: what is regular, but no lexeme."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self.rules = rules

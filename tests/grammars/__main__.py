@@ -1,10 +1,12 @@
 """Thousands of schemas: `python -m tests.grammars`. Prints what became of them, and ends with 1 if an answer did not keep to its schema.
 
-By default hypothesis makes them. With --suite FOLDER they are the JSON Schema Test Suite's (its folder tests/draft2020-12, which
-jsonschema's source distribution has). Beside the answers, its own instances are tried: what it calls invalid must not be accepted, and of
-what it calls valid it is counted how much is. With --folder PATH they are the files *.json below a folder, each a schema that somebody has written
-(the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by --seed from all in the order of their names, each taken with and without
-strict as the gateway takes it, with --answers for each that a random walk draws among the tokens that are allowed.
+By default hypothesis makes them, and patterns are drawn by chance. With --suite FOLDER they are the JSON Schema Test Suite's (its folder
+tests/draft2020-12, which jsonschema's source distribution has). Beside the answers, its own instances are tried: what it calls invalid must not be
+accepted, and of what it calls valid it is counted how much is. With --folder PATH they are the files *.json below a folder, each a schema that
+somebody has written (the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by --seed from all in the order of their names, each
+taken with and without strict as the gateway takes it, with --answers for each that a random walk draws among the tokens that are allowed. With
+--llama-cpp FOLDER they are grammars, of llama.cpp's sources: those in its folder grammars/ and in its tests, and of these the texts that they must
+allow and must not.
 """
 
 import argparse
@@ -25,9 +27,11 @@ from services.requests.schemas.validate import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid
+from tests.grammars import gbnf
 from tests.grammars.generate import Answer, generate, vocabulary
+from tests.grammars.patterns import of_patterns
 from tests.grammars.schemas import keeps_to, schemas
-from tests.grammars.walk import walk
+from tests.grammars.walk import walk_from
 
 AT_ONCE = 32
 TEMPERATURES = (0.7, 1.3, 2.5)
@@ -40,14 +44,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="a folder of schemas")
     parser.add_argument("--count", type=int, default=699, help="how many of the folder's")
-    parser.add_argument("--answers", type=int, default=2, help="to each of the folder's")
+    parser.add_argument("--answers", type=int, default=20, help="to each of the folder's")
+    parser.add_argument("--patterns", type=int, default=2000, help="how many are drawn, beside hypothesis's schemas")
+    parser.add_argument("--llama-cpp", type=Path, help="a folder of llama.cpp's sources")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # hypothesis's, about what takes long
     counts: Counter[str] = Counter()
     if args.folder:
         wrong = of_folder(args.folder, args.count, args.answers, args.seed, counts)
+    elif args.suite:
+        wrong = of_suite(args.suite, counts)
+    elif args.llama_cpp:
+        wrong = of_llama_cpp(args.llama_cpp, counts)
     else:
-        wrong = of_suite(args.suite, counts) if args.suite else of_hypothesis(args.schemas, args.seed, counts)
+        wrong = of_hypothesis(args.schemas, args.seed, counts) + of_patterns(args.patterns, args.seed, counts)
     for each in wrong[:20]:
         print("WRONG", each)
     print(json.dumps({**counts, "wrong": len(wrong)}))
@@ -76,17 +86,32 @@ def of_folder(folder: Path, count: int, num_answers: int, seed: int, counts: Cou
         for way, is_lenient in (("strict", False), ("lenient", True)):
             try:
                 found = prepare(Constraint("json_schema", text, "schema", is_lenient))
-                answers = [walk(found.constraint, seed=number) for number in range(num_answers)]
+                beginning = compile_grammar(found.constraint, vocabulary())
             except Invalid as error:
                 print(f"{way} refused: {file.relative_to(folder)}: {error}")
                 continue
             counts[f"{way}: taken"] += 1
             counts[f"{way}: taken, and checked at the end"] += bool(found.checks)
-            for answer in answers:
+            for answer in (walk_from(beginning, seed=number) for number in range(num_answers)):
                 counts[f"{way}: {answer.finish_reason}"] += 1
                 problems = problems_of(json.loads(text), answer.text) if answer.finish_reason == "stop" else []
                 counts[f"{way}: broken, and told"] += bool(problems and found.checks)
                 wrong += [f"{file.name}, {way}: {answer.text!r}: {problems}"] if problems and not found.checks else []
+    return wrong
+
+
+def of_llama_cpp(folder: Path, counts: Counter[str]) -> list[str]:
+    """A grammar that llama.cpp takes is wrong if it is refused; one that it refuses for its size may be taken."""
+    wrong = []
+    for name, grammar, is_good in gbnf.grammars_of(folder):
+        refusal = gbnf.refusal(grammar)
+        counts["grammars that are taken" if is_good else "grammars that are not taken there"] += 1
+        counts["of those: taken"] += is_good and not refusal
+        wrong += [f"{name}: {refusal}"] if is_good and refusal else []
+    for case in gbnf.cases_of(folder):
+        for text, is_allowed in zip(case.good + case.bad, gbnf.accepts(case.grammar, case.good + case.bad), strict=True):
+            counts["texts"] += 1
+            wrong += [f"{case.name}: {text!r}: {is_allowed}"] if is_allowed != (text in case.good) else []
     return wrong
 
 

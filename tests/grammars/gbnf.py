@@ -85,7 +85,7 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One of llama.cpp's tests: what its grammar accepts, and what it refuses."""
+    """A test of llama.cpp's: what its grammar accepts, and what it refuses."""
 
     name: str
     grammar: str

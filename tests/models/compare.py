@@ -16,7 +16,7 @@ import services.compute.weights.gguf_modules  # noqa: F401
 from services.compute.batch import ScheduledBatch
 from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
-from services.compute.sequence import Sequence
+from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
@@ -118,7 +118,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 def run(engine: Engine, logits: dict[int, list[Tensor]]) -> list[list[int]]:
     """The tokens of all prompts; logits: takes the rows that they were chosen from."""
     params = SamplingParams(max_tokens=NUM_TOKENS)
-    sequences = [Sequence(number, str(number), list(prompt), len(prompt), params) for number, prompt in enumerate(PROMPTS)]
+    sequences = [Sequence(Request(number, str(number), params), Tokens(list(prompt))) for number, prompt in enumerate(PROMPTS)]
     for sequence in sequences:
         logits[sequence.handle] = []
         engine.scheduler.add(sequence)
@@ -130,8 +130,8 @@ def run(engine: Engine, logits: dict[int, list[Tensor]]) -> list[list[int]]:
             yield int(row.argmax())
 
     while engine.scheduler.num_unfinished:
-        assert run_step(engine.scheduler, decide, is_over=lambda each: each.num_output_tokens == NUM_TOKENS) is not None
-    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+        assert run_step(engine.scheduler, decide, is_over=lambda each: each.tokens.num_output == NUM_TOKENS) is not None
+    return [sequence.tokens.ids[sequence.tokens.num_prompt :] for sequence in sequences]
 
 
 @torch.inference_mode()

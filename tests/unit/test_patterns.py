@@ -1,4 +1,4 @@
-"""What the grammars' library gets wrong in patterns, names and bounds, and what is therefore said to it in other words."""
+"""Patterns, names and bounds that the grammars' library gets wrong, and that are therefore said to it in other words."""
 
 import json
 from collections import Counter
@@ -114,7 +114,17 @@ def test_names_of_properties_are_known_however_they_are_spelt(schema: Any, good:
     assert not any(problems_of(schema, text) for text in good) and all(problems_of(schema, text) for text in bad)
 
 
-@pytest.mark.parametrize("names", [{"patternProperties": {"^a$": {}}, "additionalProperties": False}, {"propertyNames": {"pattern": "^a$"}}])
+def test_a_name_that_comes_twice_counts_once() -> None:
+    schema = {"type": "object", "patternProperties": {"^[ab]$": {}}, "additionalProperties": False, "minProperties": 2}
+    with pytest.raises(Invalid, match="minProperties can't be enforced"):
+        prepare(Constraint("json_schema", json.dumps(schema), "s"))
+    assert allowed({**schema, "minProperties": 1}, '{"b": 0}') and not allowed({**schema, "minProperties": 1}, "{}")
+
+
+ONLY_A = {"patternProperties": {"^a$": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("names", [ONLY_A, {"propertyNames": {"pattern": "^a$"}}, {"allOf": [ONLY_A]}])
 def test_no_comma_stands_behind_the_last_property_that_there_can_be(names: Any) -> None:
     schema = {"type": "object", "properties": A, "required": ["a"], **names}
     matcher = compile_grammar(prepare(Constraint("json_schema", json.dumps(schema))).constraint, gbnf.of_bytes())

@@ -138,7 +138,7 @@ class Reader:
         return f"[{folded(((code, code),))}]" if "i" in self.flags and chr(code).isalpha() else escaped(code)
 
     def escape(self) -> str:
-        """What stands behind a backslash, outside of a class."""
+        """Read what stands behind a backslash, outside of a class."""
         kind = self.pattern[self.at : self.at + 1]
         if kind.lower() in SURE or kind in ("p", "P"):
             item, _ = self.item()

@@ -76,7 +76,9 @@ def counted(node: Json, least: int, most: int | None) -> list[Json] | None:
     optional = [name for name in names if name not in required]
     is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if not names and not is_closed:
-        return [{"minProperties": least, **({"maxProperties": most} if most is not None else {})}] if takes({**node, "minProperties": least}) else None
+        if least > 1 or not takes({**node, "minProperties": least}):  # names that are not listed may come twice, and count once
+            return None
+        return [{"minProperties": least, **({"maxProperties": most} if most is not None else {})}]
     if most is not None and not is_closed:
         return None
     num_left = (most if most is not None else len(names)) - len(required)
@@ -126,6 +128,22 @@ def can_go_on(listed: Iterable[str], pattern: str) -> bool:
     the library takes a comma for one nevertheless, and then finds none."""
     node = {"type": "object", "properties": dict.fromkeys(listed, False), "patternProperties": {pattern: {}}, "additionalProperties": False}
     return goes_on({**node, "minProperties": 1}, "{")
+
+
+def with_names_that_end(parts: list[Json]) -> list[Json]:
+    """Schemas that must all hold. A pattern in one of them of which all names are listed in others
+    becomes these names."""
+    listed = {name for part in parts for name in table(part.get("properties"))}
+    made = []
+    for part in parts:
+        own, patterns = table(part.get("properties")), table(part.get("patternProperties"))
+        ended = [pattern for pattern in patterns if listed and r"\p" not in pattern.lower() and not can_go_on(listed, pattern)]
+        for pattern in ended:
+            said = {name: patterns[pattern] for name in sorted(listed) if re.search(pattern, name)}
+            own = own | {name: {"allOf": [own[name], each]} if name in own else each for name, each in said.items()}
+        left = {pattern: each for pattern, each in patterns.items() if pattern not in ended}
+        made.append({**part, "properties": own, "patternProperties": left} if ended else part)
+    return made
 
 
 def evaluated(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> list[str] | None:

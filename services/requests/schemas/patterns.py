@@ -42,7 +42,7 @@ def takes(schema: Mapping[str, Any]) -> bool:
 
 
 def unsayable(beside: Mapping[str, Any], keywords: dict[str, Any]) -> str | None:
-    """One of the keywords that the library has no words for, beside what is given; None: it says
+    """The first of the keywords that the library has no words for, beside what is given; None: it says
     them all."""
     for key, some in [*((key, {key: value}) for key, value in keywords.items()), (next(reversed(keywords)), keywords)]:
         if (told := refusal(json.dumps({**beside, **some}))) and UNSATISFIABLE not in told:

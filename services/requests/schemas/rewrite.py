@@ -117,6 +117,7 @@ class Rewriter:
             return False
         if not more:
             return out
+        out, *more = objects.with_names_that_end([out, *more])
         if not out and len(more) == 1:
             return more[0]
         if len(more) == 1 and not set(more[0]) & set(out) and set(more[0]) <= {"pattern", "format", "anyOf"}:
@@ -134,8 +135,7 @@ class Rewriter:
             return None
         return resolved.contents, resolved.resolver
 
-    # Each of the following writes its keywords of a node: into `out`, or as schemas that must hold,
-    # too, into `more`
+    # Each of the following writes its keywords of a node into `out`, or what must hold, too, into `more`
 
     def _values(self, node: Json, out: Json, more: list[Any], _: Any) -> None:
         names = node.get("type")
@@ -307,10 +307,10 @@ class Rewriter:
         if node.get("unevaluatedProperties") in (None, True, {}):
             return
         names = objects.evaluated(self, node, resolver)
-        if names is None or node["unevaluatedProperties"] is not False:
-            return self.pass_over("unevaluatedProperties")
-        more.append({"properties": dict.fromkeys(names, {}), "additionalProperties": False})
-        return None
+        if names is not None and node["unevaluatedProperties"] is False:
+            more.append({"properties": dict.fromkeys(names, {}), "additionalProperties": False})
+        else:
+            self.pass_over("unevaluatedProperties")
 
     def _references(self, node: Json, out: Json, more: list[Any], resolver: Any) -> None:
         for key in ("$dynamicRef", "$recursiveRef"):
