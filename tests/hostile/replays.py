@@ -19,7 +19,8 @@ from tests.waiting import wait_until
 
 COUNT = 400
 ROUNDS = 7
-MOST = 2.0  # times what the other's request takes alone
+MOST = 2.0  # times what the other's request takes beside as many of the cheapest reads
+CHEAPEST = "/v1/models"
 SMALL: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "max_tokens": 3, "temperature": 0}
 LONG = {"model": MODEL, "input": "Tell me everything.", "background": True, "max_output_tokens": 700, "logit_bias": {"0": -100}, "ignore_eos": True}
 
@@ -44,9 +45,9 @@ def replays(deployment: Deployment) -> list[str]:
     keys = [add_key(deployment.folder / "keys.json", name) for name in ("again", "other")]
     again, other = (httpx.Client(base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120) for key in keys)
     wait_until(lambda: all(each.get("/v1/models").status_code == 200 for each in (again, other)), description="the keys are known")
-    response_id, faults = made(again), []
+    response_id, medians = made(again), {}
     alone = statistics.median(took(other) for _ in range(ROUNDS))
-    for path in (f"/v1/responses/{response_id}?stream=true", f"/v1/responses/{response_id}"):
+    for path in (CHEAPEST, f"/v1/responses/{response_id}?stream=true", f"/v1/responses/{response_id}"):
         command = [sys.executable, "-m", "tests.hostile.crowd", deployment.url(), keys[0], path, str(COUNT)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as crowd:
             assert crowd.stdin is not None and crowd.stdout is not None
@@ -58,10 +59,10 @@ def replays(deployment: Deployment) -> list[str]:
                 beside.append(took(other))
                 found = json.loads(crowd.stdout.readline())
         times = ", ".join(f"{each:.2f}" for each in sorted(beside))
-        print(f"{COUNT} of {path.partition('_')[0]}{path[-12:]} at once ({found}): another's request takes {times} s, alone {alone:.2f}", flush=True)
-        if statistics.median(beside) > MOST * alone:
-            faults.append(f"{COUNT} replays at once: another's request takes {statistics.median(beside):.2f} s, alone {alone:.2f}")
-    return faults
+        print(f"{COUNT} of {path.replace(response_id, 'ID')} at once ({found}): another's request takes {times} s, alone {alone:.2f}", flush=True)
+        medians[path] = statistics.median(beside)
+    least = medians.pop(CHEAPEST)
+    return [f"{COUNT} replays at once: another's request takes {each:.2f} s, beside reads {least:.2f}" for each in medians.values() if each > MOST * least]
 
 
 if __name__ == "__main__":

@@ -112,7 +112,8 @@ def test_an_answer_is_read_without_running_code() -> None:
     ids=["chat", "completion", "modules"],
 )
 def test_a_body_comes_back_as_it_was_parsed(kind: Any, content: bytes) -> None:
-    body, classes = parse(kind, content), (*models(BaseModel), Content, GivenImage)
+    body = parse(kind, content)
+    classes: tuple[type, ...] = (*models(BaseModel), Content, GivenImage)
     found = unpack(pack(bodies.answer(names_of(kind) + content)), classes)
     assert type(found) is kind and found.model_fields_set == body.model_fields_set and found.passed_over == body.passed_over
     assert repr(found) == repr(body) and repr(found.__pydantic_private__) == repr(body.__pydantic_private__)
