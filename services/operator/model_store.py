@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.util import find_spec
