@@ -51,7 +51,7 @@ from shared.wire.token_log import end_request
 log = get_logger("penstock.compute")
 
 UPKEEP_EVERY_S = 1.0
-PUBLISH_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
+SNAPSHOT_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
 # that a step waits for masks when its forward pass is over; rows without one sit out
@@ -88,8 +88,8 @@ class ComputeService:
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
-        self._upkept_at = self._published_at = 0.0
-        self._num_published = 0  # requests that had begun when the snapshot was taken
+        self._upkept_at = self._snapshot_at = 0.0
+        self._num_in_snapshot = 0  # requests that had begun when the snapshot was taken
         self.snapshot = Snapshot()
         stage.on_heartbeat = self.on_heartbeat
 
@@ -119,7 +119,7 @@ class ComputeService:
         is_encoding = self.encode()
         self.meter.begin()
         self.receive()
-        self.publish()
+        self.leave_snapshot()
         policy = self.next_policy()
         is_restored = self.tier is None or self.tier.restore(self.scheduler.next_to_begin(policy), self.scheduler.step_cost.token_s)
         batch = self.scheduler.schedule(policy)
@@ -406,13 +406,13 @@ class ComputeService:
                 log.info("nobody reads this request", request_id=active.message.request_id, gateway_id=active.gateway_id)
                 self.cancel(active)
 
-    def publish(self) -> None:
+    def leave_snapshot(self) -> None:
         """Leave a snapshot for the heartbeat: now and then, and when requests have come, whose entries it
         is to keep from now on."""
         now = time.monotonic()
-        if now < self._published_at + PUBLISH_EVERY_S and self.admitter.num_begun == self._num_published:
+        if now < self._snapshot_at + SNAPSHOT_EVERY_S and self.admitter.num_begun == self._num_in_snapshot:
             return
-        self._published_at, self._num_published = now, self.admitter.num_begun
+        self._snapshot_at, self._num_in_snapshot = now, self.admitter.num_begun
         figures = (self.tier.figures() if self.tier is not None else {}) | (self.images.figures() if self.images is not None else {})
         load = load_figures(
             self.meter,
