@@ -92,7 +92,7 @@ def test_some_faults_begin_two_at_once_and_in_different_processes() -> None:
     for seed in range(20):
         planned = plan([*FAULTS.values()], random.Random(seed), 12, 99)
         pairs = [(one.fault, other.fault) for one, other in pairwise(planned) if other.pause_s == 0]
-        assert all(not one.hits & other.hits for one, other in pairs) and 0 < planned[0].pause_s
+        assert all(not one.hits & other.hits for one, other in pairs) and planned[0].pause_s > 0
         assert len(pairs) < len(planned) / 2, "single ones, too"
     assert FAULTS["kill-compute+sampler"].hits == {"compute", "sampler"} and FAULTS["stop-redis"].hits == {"redis"}
 
