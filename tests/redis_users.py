@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -54,9 +55,10 @@ def as_user(url: str, user: str) -> str:
     return url.replace("unix://", f"unix://{user}:{password_of(user)}@", 1)
 
 
-def risky_commands(client: "redis.Redis") -> dict[str, list[str]]:
+def risky_commands(client: Any) -> dict[str, list[str]]:
     """All commands of the server that are RISKY, by name, with as many arguments as each must have."""
     names = {name.decode() for category in RISKY for name in client.execute_command("ACL", "CAT", category)}
+    raw: Any
     with redis.Redis(connection_pool=client.connection_pool) as raw:
         raw.response_callbacks.pop("COMMAND", None)
         found = {name: raw.execute_command("COMMAND", "INFO", name)[0] for name in names}

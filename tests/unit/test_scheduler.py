@@ -1,5 +1,7 @@
 """The scheduler by example: who begins, who gives way, what is computed once, and how far a sequence runs ahead of its decisions."""
 
+from collections.abc import Collection
+
 import pytest
 
 from services.compute.batch import BatchRow, ScheduledBatch
@@ -398,8 +400,13 @@ def test_the_heads_of_both_queues_wait_after_they_did_not_fit(strategy: str, mon
         one_step(scheduler, policy)
     for handle in (3, 4):
         scheduler.add(make_sequence(handle, list(range(100 * handle, 100 * handle + 30)), 4, arrived_at=handle))
-    looks, observe = [], scheduler.admission.observe
-    monkeypatch.setattr(scheduler.admission, "observe", lambda running: (looks.append(1), observe(running)))
+    looks, observe = list[int](), scheduler.admission.observe
+
+    def look(running: Collection[Sequence]) -> None:
+        looks.append(len(running))
+        observe(running)
+
+    monkeypatch.setattr(scheduler.admission, "observe", look)
     for _ in range(RETRY_EVERY):  # no token is decided, so nothing runs: both queues are asked each time
         scheduler.schedule(policy)
     assert {*scheduler.running} == {1, 2} and len(looks) == 2, "each of them was looked at once"
