@@ -30,7 +30,7 @@ from shared.process.plain import Unreadable, pack, unpack
 MEMORY = 512 << 20  # more than what the process has when it begins
 MAX_FILES = 64  # open at once, of a child: modules that are imported late
 MAX_ANSWER = 1 << 30  # bytes
-LONG_S = 0.2  # what takes longer runs behind all stages
+LONG_S = 0.05  # what takes longer runs behind all stages
 NICENESS = 10
 
 QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
