@@ -19,8 +19,9 @@ DIGIT: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 # Of each escape the letters that every engine takes for it, and those that some engine does
 SURE: dict[str, Ranges] = {"d": DIGIT, "w": WORD, "s": SPACE}
-PERHAPS: dict[str, str] = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": ""}
+PERHAPS_WORD: Ranges = (*WORD, (0x80, LAST_LETTER))  # the exact class takes the engine too long
 PERHAPS_SPACE: Ranges = (*SPACE, (28, 31), (0x85, 0x85), (0xFEFF, 0xFEFF))
+PERHAPS: dict[str, str] = {"d": r"\p{Nd}", "w": classed(PERHAPS_WORD), "s": classed(PERHAPS_SPACE)}
 NO_DOT: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 FOLDED = {"k": "\u212a", "s": "\u017f"}  # further letters of the same fold
 EVERYTHING = r"[\s\S]"
@@ -200,7 +201,7 @@ class Reader:
             self.at = found.end()
             return (f"\\{found[0]}" if is_negative or kind == "p" else negative([f"\\p{found[0][1:]}"], hides=True)), True
         self.at += 1
-        wide = PERHAPS[kind.lower()] or classed(PERHAPS_SPACE)
+        wide = PERHAPS[kind.lower()]
         if kind.islower():
             return (wide if is_negative else classed(SURE[kind])), False
         return negative([classed(SURE[kind.lower()]) if is_negative else wide]), True
