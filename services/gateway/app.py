@@ -41,7 +41,7 @@ from services.gateway.generation.unattended import Unattended
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
-from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, Slash
+from services.gateway.http.middleware import BodyLimit, CutOff, Head, Ignored, OneHost, RequestId, Slash
 from services.gateway.http.observed import Observed
 from services.gateway.http.origins import SameOrigin, let_in_by_default
 from services.gateway.telemetry.metrics import seen_in
@@ -115,6 +115,7 @@ def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
     app.add_middleware(Head)
+    app.add_middleware(CutOff)
     app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
     by_default = let_in_by_default(context.settings, has_keys=not context.keys.is_open)

@@ -1,5 +1,7 @@
 """SIGTERM with open responses: they end with a word on where to go on, nothing is cancelled, and nothing is said in tracebacks."""
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -10,7 +12,10 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.http.middleware import CutOff
 from shared.wire.streams import tombstone_key
 from tests.deployment import Deployment
 from tests.gateway.backstage import Backstage
@@ -71,3 +76,30 @@ def test_a_taken_port_is_one_line(own: Backstage, deployment: Deployment) -> Non
         found = subprocess.run(command, capture_output=True, text=True, timeout=200)  # the port comes before Redis
     assert found.returncode == 2
     assert found.stderr.startswith("penstock: could not listen on 127.0.0.1:") and len(found.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path, code", [("/v1/completions", "gateway_draining"), ("/v1/messages", None)])
+def test_what_the_server_cancels_before_its_answer_has_begun_is_told_so(path: str, code: str | None) -> None:
+    """A gateway that was stopped while it drained has no time left when it goes on."""
+    sent: list[Message] = []
+
+    async def hang(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def cancel() -> None:
+        scope = {"type": "http", "path": path, "headers": [], "method": "POST"}
+        request = asyncio.create_task(CutOff(hang)(scope, receive, send))
+        await asyncio.sleep(0)
+        request.cancel()
+        await request
+
+    asyncio.run(cancel())
+    start, body = sent
+    assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
+    assert json.loads(body["body"])["error"].get("code") == code

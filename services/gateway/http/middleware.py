@@ -1,6 +1,7 @@
 """The layers around every request: its X-Request-Id, one Host, and a bound on its body. Plain
 ASGI, so that streams pass untouched."""
 
+import asyncio
 import re
 import uuid
 
@@ -38,6 +39,31 @@ class RequestId:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class CutOff:
+    """503 for a request that the server cancels at its own end, before its answer has begun: a gateway
+    that was stopped while it drained has no time left for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if has_begun or scope["type"] != "http":
+                raise
+            message = "the gateway is shutting down: send the request again"
+            headers = {"Retry-After": "1"}
+            await error_response(scope, 503, message, None, "gateway_draining", headers=headers)(scope, receive, send)
 
 
 class OneHost:
