@@ -30,8 +30,7 @@ from shared.process.plain import Unreadable, pack, unpack
 MEMORY = 512 << 20  # more than what the process has when it begins
 MAX_FILES = 64  # open at once, of a child: modules that are imported late
 MAX_ANSWER = 1 << 30  # bytes
-LONG_S = 0.05  # what takes longer runs behind all stages
-NICENESS = 10
+LONG_S = 0.05  # a question that takes longer runs at the niceness that its helper has for such
 
 QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
 REPLY = struct.Struct("<BQ")  # the outcome, and the length of what follows
@@ -71,9 +70,9 @@ def outcome_of(reply: bytes, kind: int, classes: Iterable[type] = ()) -> object:
         raise Unreadable(str(error)) from None
 
 
-def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
+def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, niceness: int = 0) -> None:
     """Answer until the input ends. What `answer` raises as Invalid is an answer, too. memory: bytes
-    that it may take."""
+    that it may take; niceness: of a question that takes long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
     sink = os.dup(1)
@@ -87,7 +86,7 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
         question = read(length)
         if len(question) < length:
             return
-        write(sink, ask_child(answer, question, memory, limit_s) if question else framed(Outcome.ANSWER, None))
+        write(sink, ask_child(answer, question, memory, limit_s, niceness) if question else framed(Outcome.ANSWER, None))
 
 
 def read(count: int) -> bytes:
@@ -109,7 +108,7 @@ def framed(outcome: Outcome, value: object) -> bytes:
     return REPLY.pack(outcome, len(packed)) + packed
 
 
-def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, limit_s: float) -> bytes:
+def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, limit_s: float, niceness: int) -> bytes:
     """The reply. The child is ended by the time, by END, and by the end of the input."""
     source, sink = os.pipe()
     child = os.fork()
@@ -123,7 +122,7 @@ def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, l
         ready, _, _ = select.select([source, 0], [], [], max(0.0, began_at + (limit_s if is_long else min(limit_s, LONG_S)) - time.monotonic()))
         if not ready and not is_long:
             is_long = True
-            os.setpriority(os.PRIO_PROCESS, child, NICENESS)
+            os.setpriority(os.PRIO_PROCESS, child, niceness)
             continue
         if source not in ready:
             outcome = Outcome.OUT_OF_TIME

@@ -13,6 +13,8 @@ from services.requests.schemas.validate import problems_of
 from shared.process.plain import unpack
 from shared.process.worker import run_worker
 
+NICENESS = 19  # a check that takes long may come too late; the stages may not
+
 
 def answer(question: bytes) -> list[dict[str, Any]]:
     found = []
@@ -22,4 +24,4 @@ def answer(question: bytes) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_worker(answer)
+    run_worker(answer, niceness=NICENESS)

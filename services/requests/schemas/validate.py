@@ -34,7 +34,7 @@ def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
         return [problem("$", "it is not JSON")]
     try:
         validator = exact(jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator))
-        for broken in islice(validator(schema, registry=PLACES).iter_brokens(value), MAX_PROBLEMS):
+        for broken in islice(validator(schema, registry=PLACES).iter_errors(value), MAX_PROBLEMS):
             found.append(problem(broken.json_path, f"{broken.validator or 'false'} does not hold"))
     except Exception as error:  # a schema is the client's: what is made of it raises what it likes
         found.append(problem("$", f"not checked: the schema can't be read ({type(error).__name__})"))
