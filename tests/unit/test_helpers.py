@@ -172,7 +172,7 @@ def test_a_tenant_s_slow_checks_hold_no_other_s_answer_back(monkeypatch: pytest.
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-        assert (await checker.check("b", [("", "{}")], "[" * 100_000, []))[0]["message"] == "not checked: it is nested too deeply"
+        assert (await checker.check("b", [("", "{}")], "[" * 100_000, []))[0]["message"] == "not checked: it is nested deeper than 128 levels"
         await checker.helpers.stop()
 
     asyncio.run(run())
