@@ -69,7 +69,7 @@ class Admitter:
         self._left_at: dict[bytes, float] = {}  # by entry id, when it was left to another replica
         self._num_claims = 0
         self._stole_at = 0.0
-        self.num_begun = 0  # requests that this replica has answered for
+        self.num_changes = 0  # requests that have come into `active`, or have left it
         self.num_claimed = 0  # requests that were taken over from replicas that died or left
         self.num_stolen = 0  # that waited too long for another, which has their prefix
 
@@ -88,6 +88,7 @@ class Admitter:
                 "drafts of a request", request_id=active.message.request_id, num_drafts=tally.num_drafts, num_draft_tokens=tally.num_draft_tokens,
                 num_accepted_tokens=tally.num_accepted_tokens,
             )  # fmt: skip
+        self.num_changes += 1
         del self.active[active.sequence.handle], self._handle_by_request[active.message.request_id]
 
     @property
@@ -284,7 +285,7 @@ class Admitter:
                 self._give_up(delivery)
                 continue
             self.active[sequence.handle] = active
-            self.num_begun += 1
+            self.num_changes += 1
             self.num_claimed += delivery.was_claimed
             self._handle_by_request[sequence.request.request_id] = sequence.handle
             if attempts is not None:

@@ -28,7 +28,7 @@ from shared.wire.messages import RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class StepInModel:
     """A step on its way through the model, up to the head."""
 
     batch: ScheduledBatch
@@ -74,7 +74,7 @@ def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey
     return found
 
 
-def drop_orphans(step: Launched, scheduler: Scheduler) -> None:
+def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
     """Drop the drafts of sequences that have lost their blocks since: their rows come to nothing."""
     for row in step.batch.rows:
         sequence, first = step.sequences[row.handle], row.num_computed_tokens + row.sampled.start + 1

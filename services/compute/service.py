@@ -29,7 +29,7 @@ from services.compute.exchange.embeddings import write_embeddings
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import LOST, Decision
 from services.compute.executor import DrawnTokens, Executor
-from services.compute.flight import Flight, Launched, collect, drop_orphans, launch, rows_still_valid
+from services.compute.flight import Flight, StepInModel, collect, drop_orphans, launch, rows_still_valid
 from services.compute.load_figures import load_figures
 from services.compute.pooling import pool
 from services.compute.readers import Readers
@@ -51,7 +51,7 @@ from shared.wire.token_log import end_request
 log = get_logger("penstock.compute")
 
 UPKEEP_EVERY_S = 1.0
-SNAPSHOT_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
+FIGURES_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
 # that a step waits for masks when its forward pass is over; rows without one sit out
@@ -75,7 +75,7 @@ class ComputeService:
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
         self.speculation = Speculation(make_proposers(engine.speculators, self.constraints, engine.proposers), self.constraints, self.executor.vocab_size)
         # what holds for each step; the rest of a step's policy is made before it
-        self.policy = StepPolicy(
+        self.base_policy = StepPolicy(
             num_stages=engine.num_stages,
             drafting=self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled),
             splits_prompts=not engine.is_encoder,
@@ -83,13 +83,13 @@ class ComputeService:
         )
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
         self.readers = Readers(settings.reader_timeout_s)
-        self.launched: deque[Launched] = deque()  # oldest first: steps that have not left the model
+        self.in_model: deque[StepInModel] = deque()  # oldest first: steps that have not left the model
         self.flight: Flight | None = None  # the step that has left the model, and is not read
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
-        self._upkept_at = self._snapshot_at = 0.0
-        self._num_in_snapshot = 0  # requests that had begun when the snapshot was taken
+        self._upkept_at = self._figures_at = 0.0
+        self._num_changes = 0  # the admitter's, when the snapshot was left
         self.snapshot = Snapshot()
         stage.on_heartbeat = self.on_heartbeat
 
@@ -99,6 +99,7 @@ class ComputeService:
         self.exchange.start()
         if self.images is not None:
             self.images.start(self.stage)
+        self.leave_snapshot()
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()
@@ -116,6 +117,7 @@ class ComputeService:
         """One step. Messages that have come are applied first: a sequence that has ended must not run
         again. As many steps are on their way as the model has stages; one that has left the last is
         reduced, and collected when the next one runs, or at once."""
+        self.leave_snapshot()
         is_encoding = self.encode()
         self.meter.begin()
         self.receive()
@@ -125,9 +127,9 @@ class ComputeService:
         batch = self.scheduler.schedule(policy)
         self.meter.lap("schedule")
         if batch is not None:
-            self.launch(batch)
-        if self.launched and (batch is None or len(self.launched) == policy.num_stages):
-            self.reduce(self.launched.popleft())
+            self.start_step(batch)
+        if self.in_model and (batch is None or len(self.in_model) == policy.num_stages):
+            self.reduce(self.in_model.popleft())
         elif batch is None and self.flight is not None:
             self.collect(self.flight)
         elif batch is None and is_restored:
@@ -153,25 +155,25 @@ class ComputeService:
             self.collect(self.flight)
         if apart:
             self.empty_stages()
-        in_stages = frozenset(row.handle for step in self.launched for row in step.batch.rows if row.sampled or row.pooled)
-        return replace(self.policy, apart=apart, held=held, in_stages=in_stages)
+        in_stages = frozenset(row.handle for step in self.in_model for row in step.batch.rows if row.sampled or row.pooled)
+        return replace(self.base_policy, apart=apart, held=held, in_stages=in_stages)
 
-    def launch(self, batch: ScheduledBatch) -> None:
+    def start_step(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, on what the step before draws; then collect that one, which says what of
         this one is still valid. With no step before it, masks are filled while it runs."""
         sequences = {row.handle: self.scheduler.get(row.handle) for row in batch.rows}
         before, began_at = self.flight, self.meter.began_at
-        rows = rows_still_valid(batch, self.scheduler) if before is None and self.policy.num_stages == 1 else None
+        rows = rows_still_valid(batch, self.scheduler) if before is None and self.base_policy.num_stages == 1 else None
         masking = self.constraints.start(rows.values()) if rows is not None else None
         hidden = self.run_step(batch, before.drawn if before is not None else None)
         if before is not None:
             self.collect(before)
-        self.launched.append(Launched(batch, hidden, sequences, began_at, rows, masking))
+        self.in_model.append(StepInModel(batch, hidden, sequences, began_at, rows, masking))
 
     def empty_stages(self) -> None:
         """Take all steps from the model's stages."""
-        while self.launched:
-            self.reduce(self.launched.popleft())
+        while self.in_model:
+            self.reduce(self.in_model.popleft())
 
     def run_step(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
         """The step up to the head; whole blocks are saved."""
@@ -187,12 +189,12 @@ class ComputeService:
             self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
-    def reduce(self, step: Launched) -> None:
+    def reduce(self, step: StepInModel) -> None:
         """Make candidates of a step that has left the model, for the rows that are valid. It is in flight
         then; it is collected at once unless a device has drawn what the next step needs."""
         batch, hidden, get = step.batch, step.hidden, step.sequences.__getitem__
-        is_in_stages = self.policy.num_stages > 1
-        if is_in_stages:
+        has_stages = self.base_policy.num_stages > 1
+        if has_stages:
             drop_orphans(step, self.scheduler)
         rows, masking = step.rows, step.masking
         if rows is None:
@@ -208,7 +210,7 @@ class ComputeService:
         self.flight = launch(batch, hidden, reduction, self.scheduler, step.began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.sampled and get(row.handle).request.embedding is not None for row in batch.rows)
-        if self.flight.drawn is None or is_embedding or is_in_stages:
+        if self.flight.drawn is None or is_embedding or has_stages:
             self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden, get)
@@ -300,7 +302,7 @@ class ComputeService:
         if decision.token_id == LOST:
             log.warning("Redis has lost a part of a log, computing it again", request_id=sequence.request.request_id, num_tokens=at)
             self.give_up(active, "log lost")
-            self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id]))
+            self.release([active.entry_id])
             return
         if decision.token_id < 0:
             self.scheduler.truncate(sequence, at)
@@ -332,9 +334,14 @@ class ComputeService:
             each for each in self.scheduler.waiting if not each.has_begun and not each.tokens.num_output and each.handle not in self.scheduler.policy.apart
         ]
         surplus = [self.active[each.handle] for each in sorted(waiting, key=lambda each: (each.rank, each.handle))[-num_surplus:]]
-        self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id for active in surplus]))
         for active in surplus:
             self.give_up(active, "handed over")
+        self.release([active.entry_id for active in surplus])
+
+    def release(self, entry_ids: list[bytes]) -> None:
+        """Let others claim entries at once; the heartbeat must not keep them any more."""
+        self.leave_snapshot()
+        self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, entry_ids))
 
     def give_up(self, active: ActiveRequest, outcome: str) -> None:
         """Another replica has the request, or will."""
@@ -407,14 +414,16 @@ class ComputeService:
                 self.cancel(active)
 
     def leave_snapshot(self) -> None:
-        """Leave a snapshot for the heartbeat: now and then, and when requests have come, whose entries it
-        is to keep from now on."""
-        now = time.monotonic()
-        if now < self._snapshot_at + SNAPSHOT_EVERY_S and self.admitter.num_begun == self._num_in_snapshot:
+        """Leave the heartbeat what it sends: entries to keep, whenever requests have come or gone; figures
+        and view now and then."""
+        if self.admitter.num_changes != self._num_changes:
+            self._num_changes = self.admitter.num_changes
+            self.snapshot = replace(self.snapshot, entry_ids=tuple(active.entry_id for active in self.active.values()))
+        if time.monotonic() < self._figures_at + FIGURES_EVERY_S:
             return
-        self._snapshot_at, self._num_in_snapshot = now, self.admitter.num_begun
+        self._figures_at = time.monotonic()
         figures = (self.tier.figures() if self.tier is not None else {}) | (self.images.figures() if self.images is not None else {})
-        load = load_figures(
+        self.stage.load = load_figures(
             self.meter,
             self.scheduler,
             self.speculation,
@@ -430,7 +439,7 @@ class ComputeService:
         view = None
         if self.stage.registry.is_watched:
             view = make_view(self.stage.replica_id, self.active.values(), self.scheduler.running, self.scheduler.block_manager, self.speculation.tallies)
-        self.snapshot = Snapshot(tuple(active.entry_id for active in self.active.values()), load, view)
+        self.snapshot = replace(self.snapshot, view=view)
 
     def on_heartbeat(self, pipe: Pipeline) -> None:
         """Send the snapshot that the loop left. Runs in the heartbeat's thread, and reads nothing else."""
@@ -438,4 +447,3 @@ class ComputeService:
         self.exchange.prompts.renew(pipe, snapshot.entry_ids)
         if snapshot.view is not None:
             show(pipe, snapshot.view)
-        self.stage.load = snapshot.load

@@ -2,7 +2,7 @@
 it is watched."""
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,14 +10,12 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import Sequence
 from services.compute.speculation.speculation import Tally
-from shared.wire.load import Load
 from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     entry_ids: tuple[bytes, ...] = ()  # of active requests, which stay this replica's
-    load: Load = field(default_factory=Load)
     view: ComputeView | None = None
 
 

@@ -36,12 +36,17 @@ def enough_memory(name: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        if isinstance(error, StartupError) or not (is_refused or TOO_LITTLE.search(str(error))):
+        if isinstance(error, StartupError) or not is_out_of_memory(error):
             raise
         asked = ASKED.search(str(error))
         wanted = f"{size_text(float(asked[1]) * 1024 ** ASKED_UNITS.index(asked[2]))} more were asked for, and " if asked else ""
         raise StartupError(f"{name}: too little memory: {wanted}{size_text(free_host_memory())} are free for this process. {advice}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the system refused memory, in whatever words."""
+    is_refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return is_refused or TOO_LITTLE.search(str(error)) is not None
 
 
 def allocation_failed(num_bytes: int) -> MemoryError:

@@ -1,5 +1,6 @@
 """Requests that wait at a compute replica go on to one with less to do, and what has ended long ago does not run again."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.wire.entries import RELEASED_MS, GroupReader, append_to_group
 from shared.wire.load import Load
-from shared.wire.messages import TokenizedRequest
+from shared.wire.messages import RequestError, TokenizedRequest
 from shared.wire.registry import Registry
 from shared.wire.streams import inflight_key, log_key, prompts
 from tests.conftest import running_redis
@@ -43,10 +45,12 @@ def test_what_waits_goes_on_to_a_replica_with_less_to_do(line: LineOfStages) -> 
         return len(compute.active) == len(names)
 
     wait_until(has_all, description="compute has them all")
+    compute.leave_snapshot()
     other = replace(replica("compute", "compute-2"), load=Load(max_num_seqs=8, running=2, waiting=0))
     compute.stage.live = Registry((*compute.stage.live.replicas, other))
     compute.hand_on()
     assert [active.message.request_id for active in compute.active.values()] == names[:26], "two for each place of the other's, less what it has"
+    compute.stage.transport.run(compute.on_heartbeat)  # which keeps the others only
     reader = GroupReader(compute.stage.transport, prompts(MODEL), "compute-2")
     deliveries, dead = reader.claim(idle_ms=RELEASED_MS, count=64)
     assert [each.message.request_id for each in deliveries] == names[26:] and not dead
@@ -68,3 +72,32 @@ def test_a_claimed_request_that_ended_before_its_log_expired_does_not_run_again(
     with line.running():
         wait_until(lambda: line.has_ended("waiting.0") and not line.client.xlen(prompts(MODEL).key), description="nothing is pending any more")
         assert not line.client.exists(log_key("ended.0"))
+
+
+def test_the_heartbeat_keeps_what_came_just_before_a_long_call_of_the_encoder(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = line.compute
+    compute.exchange.start()
+    put(line, ["a.0"])
+    compute.receive(wait_s=5.0)
+    wait_until(lambda: len(compute.active) == 1, description="the request is there")
+    idle_ms = []
+
+    def encode() -> list[tuple[Sequence, RequestError]]:
+        time.sleep(0.3)
+        compute.stage.transport.run(compute.on_heartbeat)
+        [entry] = line.client.xpending_range(prompts(MODEL).key, prompts(MODEL).group, "-", "+", 10)
+        idle_ms.append(entry["time_since_delivered"])
+        return []
+
+    monkeypatch.setattr(compute.admitter, "encode", encode)
+    compute.step()
+    assert idle_ms[0] < 200, "it was renewed after it had waited for longer"
+    compute.stage.transport.close()
+    line.client.close()
+
+
+def test_a_replica_says_how_much_it_takes_when_it_joins(line: LineOfStages) -> None:
+    line.compute.leave_snapshot()
+    assert line.compute.stage.load.max_num_seqs == line.compute.scheduler.max_num_seqs
+    line.compute.stage.transport.close()
+    line.client.close()

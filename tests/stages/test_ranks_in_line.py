@@ -110,7 +110,7 @@ def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkey
 
         def counted() -> None:
             step()
-            numbers.add(len(line.compute.launched))
+            numbers.add(len(line.compute.in_model))
 
         monkeypatch.setattr(line.compute, "step", counted)
         crowd(line, monkeypatch)

@@ -118,7 +118,7 @@ def speculate(line: LineOfStages, *proposers: Proposer) -> Speculation:
     compute = line.compute
     compute.speculation = found = Speculation(proposers, compute.constraints, compute.executor.vocab_size, All())
     compute.admitter.speculation = found
-    compute.policy = replace(compute.policy, drafting=found.drafting(16, 64))
+    compute.base_policy = replace(compute.base_policy, drafting=found.drafting(16, 64))
     line.forget_logs()
     return found
 

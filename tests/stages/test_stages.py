@@ -38,7 +38,7 @@ def test_who_is_preempted_in_the_stages_loses_nothing(redis_url: str, num_stages
     line = LineOfStages(redis_url)
     with line.running():
         expected = answers(line, *REQUESTS), answers(line, *choices)
-        line.compute.policy = replace(line.compute.policy, num_stages=num_stages)
+        line.compute.base_policy = replace(line.compute.base_policy, num_stages=num_stages)
         assert answers(line, *choices) == expected[1]
         crowd(line, monkeypatch, share=0.4, seed=11)
         assert answers(line, *REQUESTS) == expected[0]

@@ -70,10 +70,12 @@ class BlockManager:
         for block_id in sequence.kv.block_table:
             self.ref_counts[block_id] -= 1
         self._num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in set(sequence.kv.block_table))
-        yield
-        self._num_unheld = 0
-        for block_id in sequence.kv.block_table:
-            self.ref_counts[block_id] += 1
+        try:
+            yield
+        finally:
+            self._num_unheld = 0
+            for block_id in sequence.kv.block_table:
+                self.ref_counts[block_id] += 1
 
     def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int, *, is_fork: bool) -> bool:
         """Whether there are free blocks for the first chunk of a sequence that begins, of so many tokens

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from shared.process.errors import StartupError
+from shared.process.host_memory import is_out_of_memory
 
 LONGEST = 200  # characters of another's error
 
@@ -16,9 +17,11 @@ def refusals(name: str) -> Iterator[None]:
     of its own. name: of the model."""
     try:
         yield
-    except (StartupError, MemoryError, torch.OutOfMemoryError):
+    except (StartupError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         kind = type(error).__name__
         raise StartupError(f"{name} can't run on the transformers library: {kind}: {first_line(error)}") from error
 

@@ -39,6 +39,7 @@ from services.compute.models.transformers_attention import (
     register,
 )
 from shared.process.errors import StartupError
+from shared.process.host_memory import is_out_of_memory
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -215,6 +216,8 @@ def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
             low_cpu_mem_usage=True, output_loading_info=True, key_mapping=TEXT_NAMES if is_part else None,
         )  # fmt: skip
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
+        if is_out_of_memory(error):
+            raise
         raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None
     if missing := sorted(info["missing_keys"]):
         raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
@@ -312,6 +315,8 @@ def run_probe(
     except Unsupported:
         raise
     except Exception as error:  # what a model asks for besides keys and values is its own affair
+        if is_out_of_memory(error):
+            raise
         raise Unsupported(f"it needs more than a cache of keys and values: {first_line(error)}") from None
     finally:
         current_step.reset(token)

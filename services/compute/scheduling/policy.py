@@ -12,7 +12,7 @@ class StepPolicy:
     in_stages: frozenset[int] = frozenset()  # handles whose tokens a step in the model's stages decides
     num_stages: int = 1  # of the model, which compute as many steps at once
     drafting: Drafting | None = None
-    splits_prompts: bool = True  # False: every token of the model's sees all others, so a prompt is one step's
+    splits_prompts: bool = True  # False: each token sees all others, so a prompt must be computed in one step
     awaits_restoring: bool = False  # a sequence begins once a second tier was asked for its blocks
 
 

@@ -18,7 +18,8 @@ Some may run apart (StepPolicy.apart): in steps of their own, by turns with ever
 
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet.
 They are computed on like any others, up to run_ahead steps of them; `confirm` says that the next
-one was decided, `truncate` that it was not. The very last may be PENDING until `reveal`.
+one was decided, `truncate` that it was not. The very last may be PENDING until
+`settle`.
 
 A step may have drafts: tokens that somebody guesses to follow. They are appended as foreseen, for
 this step alone: `settle` says how many of them came true.
@@ -73,7 +74,7 @@ class Scheduler:
         self.target_itl_s = target_itl_s
         self.run_ahead = run_ahead  # steps whose foreseen tokens a sequence may be computed on
         self.policy = PLAIN  # of the step in the making, or of the last one
-        self._is_apart = False  # the step in the making is theirs, or the last one was
+        self._is_apart = False  # the step in the making, or the last one, is that of sequences that run apart
         self.step_cost = StepCostFit()
         self.shares = Shares()
         self.waiting = WaitingQueue()
@@ -94,7 +95,8 @@ class Scheduler:
         assert self.block_manager.num_blocks_for(sequence.max_num_tokens) <= self.block_manager.num_blocks
         sequence.rank = sequence.request.arrived_at + sequence.request.priority * self.aging_s
         self.waiting.push(sequence)
-        self.shares.arrived(sequence.request.tenant_id, self.clock())
+        if self.policy.splits_prompts:  # else no step is bounded
+            self.shares.arrived(sequence.request.tenant_id, self.clock())
 
     def next_to_begin(self, policy: StepPolicy) -> list[Sequence]:
         """Sequences that may begin in the next step: the heads of the queue, and by rank as many as there are places."""
@@ -279,6 +281,8 @@ class Scheduler:
     def _fit(self, sequence: Sequence, budget: int, victim: Sequence | None = None) -> Begin | Wait:
         """Whether there is memory for the head of the queue, which has a place, or takes the victim's."""
         twin = self.groups.twin(sequence)
+        if twin is victim:
+            twin = None  # its blocks are given back before the head begins
         if twin is not None and twin.handle in self.policy.in_stages and not sequence.is_scored:
             return Wait()
         if twin is not None and twin.kv.num_computed < twin.tokens.num_prompt:

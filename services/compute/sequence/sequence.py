@@ -53,7 +53,8 @@ class ScoredTokens:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` and `kv` change by their own verbs only. Scheduler writes what is below them."""
+    """`tokens` change by their own verbs, `kv` by its verbs and cache/; the scheduler and what reads a step
+    write the rest."""
 
     request: Request
     tokens: Tokens

@@ -29,7 +29,8 @@ PENDING = -1
 
 
 class Tokens:
-    """The tokens of one sequence. Others read `ids`; only the verbs change them."""
+    """The tokens of one sequence. Others read `ids`; only the verbs change them, and the simulator, which
+    appends many at once."""
 
     __slots__ = ("_history", "_output", "_seen", "foreseen_drafts", "ids", "is_ending", "num_drafts", "num_prompt", "num_undecided")
 

@@ -39,8 +39,10 @@ class CountedBlocks(BlockManager):
     @contextmanager
     def without(self, sequence: Sequence) -> Iterator[None]:
         self._num_unheld = len(sequence.kv.block_table)
-        yield
-        self._num_unheld = 0
+        try:
+            yield
+        finally:
+            self._num_unheld = 0
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         missing = self.num_blocks_for(num_tokens) - len(sequence.kv.block_table)
