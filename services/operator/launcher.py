@@ -217,7 +217,8 @@ class Launcher:
 
 def why_killed(name: str, number: int) -> str:
     """The line for a process that a signal ended again and again while it started."""
-    what = f"{name} has been ended {MAX_KILLS} times by {signal.Signals(number).name} while it started"
+    by = signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"
+    what = f"{name} has been ended {MAX_KILLS} times by {by} while it started"
     if number != signal.SIGKILL:
         return what
     free = size_text(free_host_memory())

@@ -13,6 +13,7 @@ import msgpack
 from pydantic import BaseModel
 
 TUPLE, ARRAY, OBJECT = 1, 2, 3  # msgpack's extension types
+MAX_DEPTH = 16  # of these in each other
 
 
 class Unreadable(Exception):
@@ -27,10 +28,14 @@ def pack(value: object) -> bytes:
 
 def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
     """The value. classes: of the objects in it. Raises Unreadable."""
-    by_name = {name_of(each): each for each in classes}
+    by_name, depth = {name_of(each): each for each in classes}, 0
 
     def read(code: int, inner: bytes) -> Any:
+        nonlocal depth
+        if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack's own, with a large frame
+            raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
         found = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
+        depth -= 1
         if code == TUPLE:
             return tuple(found)
         if code == ARRAY:
@@ -52,6 +57,8 @@ def name_of(kind: type) -> str:
 
 
 def _packed(value: Any) -> msgpack.ExtType:
+    if isinstance(value, int):
+        raise ValueError("an integer of more than 64 bits")
     if type(value) is tuple:
         return msgpack.ExtType(TUPLE, pack(list(value)))
     if hasattr(value, "dtype"):

@@ -3,7 +3,7 @@
 Each question is answered by a child of its own, forked from a process that has imported what it
 needs and has read nothing of anybody's. So what a question does to a process, the next one does not
 see; and a child that takes too long is killed at the cost of a fork. It has bounds of memory, time
-and files, and may start nothing.
+and files, and may start nothing, unless it is root.
 
 A question is a QUESTION and its bytes; an empty one is answered at once: whoever asks it sees that
 the process is ready. A reply is a REPLY and a value of plain.py. END ends the question that is being
@@ -28,8 +28,9 @@ from shared.process.errors import Invalid
 from shared.process.plain import Unreadable, pack, unpack
 
 MEMORY = 512 << 20  # more than what the process has when it begins
+FIRST_FREE = 3  # of file descriptors, behind the standard ones
 MAX_FILES = 64  # open at once, of a child: modules that are imported late
-MAX_ANSWER = 1 << 30  # bytes
+MAX_ANSWER = 1 << 30  # bytes; the bound on memory is tighter
 LONG_S = 0.05  # a question that takes longer runs at the niceness that its helper has for such
 
 QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
@@ -113,7 +114,6 @@ def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, l
     source, sink = os.pipe()
     child = os.fork()
     if not child:
-        os.close(source)
         answer_and_exit(answer, question, sink, memory, limit_s)
     os.close(sink)
     began_at, reply, length = time.monotonic(), bytearray(), 0
@@ -122,7 +122,8 @@ def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, l
         ready, _, _ = select.select([source, 0], [], [], max(0.0, began_at + (limit_s if is_long else min(limit_s, LONG_S)) - time.monotonic()))
         if not ready and not is_long:
             is_long = True
-            os.setpriority(os.PRIO_PROCESS, child, niceness)
+            if niceness > os.getpriority(os.PRIO_PROCESS, child):  # less would need a right
+                os.setpriority(os.PRIO_PROCESS, child, niceness)
             continue
         if source not in ready:
             outcome = Outcome.OUT_OF_TIME
@@ -146,6 +147,8 @@ def answer_and_exit(answer: Callable[[bytes], object], question: bytes, sink: in
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the next questions are not its own
+        sink = os.dup2(sink, FIRST_FREE)
+        os.closerange(FIRST_FREE + 1, MAX_FILES)  # nor is what its parent replies to
         limit(memory, limit_s)
         write(sink, reply_to(answer, question))
         code = 0

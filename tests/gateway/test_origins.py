@@ -70,7 +70,7 @@ APPLICATIONS = (
     "app://obsidian.md", "tauri://localhost", "http://tauri.localhost", "https://tauri.localhost", "capacitor://localhost", "ionic://localhost",
     "vscode-webview://0a1b2c", "vscode-file://vscode-app",
 )  # fmt: skip
-THIS_MACHINE = ("http://localhost:3000", "https://localhost", "http://127.0.0.1:8080", "http://[::1]:9", "http://web.localhost:1420")
+THIS_MACHINE = ("http://localhost:3000", "https://localhost", "http://127.0.0.1:8080", "http://[::1]:9", "http://localhost:1420")
 
 
 def status_of(url: str, origin: str, **headers: str) -> int:

@@ -194,7 +194,8 @@ def test_drafts_are_made_of_the_state_behind_the_last_token_that_stands(engine: 
         proposer.computed(batch, hidden, {1: 1, 2: count})
         first = Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4, drawn[0]], 2))
         second = Sequence(Request(2, "", SamplingParams(temperature=0.0)), Tokens([*tokens[: 3 + count], drawn[count]], 4))
-        drafts = proposer.propose({1: Wanted(first, 5), 2: Wanted(second, 1), 9: Wanted(replace(first, handle=9), 5)})
+        unknown = Sequence(replace(first.request, handle=9), Tokens([3, 4, drawn[0]], 2))
+        drafts = proposer.propose({1: Wanted(first, 5), 2: Wanted(second, 1), 9: Wanted(unknown, 5)})
         said = {handle: each.token_ids for handle, each in drafts.items()}
         assert said == {handle: each for handle, each in {1: [drawn[0]] * 2, 2: [drawn[count]]}.items() if handle in said}
         chances = engine.runner.logits(batch, hidden).softmax(-1).amax(-1)

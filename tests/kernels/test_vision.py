@@ -1,7 +1,6 @@
 """Models that see: tokens and logits against the transformers library, and equal bits however they are computed."""
 
 import itertools
-import pickle
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.images.pixels import prepare
 from services.compute.images.tower import load_tower
 from shared.model.prefix_hash import prefix_hashes
+from shared.process.plain import pack
 from tests.kernels.backends import CPU, native_backend
 from tests.kernels.families import Engine
 from tests.kernels.vision_models import CONFIGS, IMAGE_TOKEN, Seen, family_of, picture, prompt_with, write_vision_model
@@ -33,7 +33,7 @@ def png(image: Any) -> bytes:
 
 def pixels_of(folder: Path, size: tuple[int, int], seed: int = 0, *, is_low: bool = False) -> dict[str, Any]:
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    return prepare(processor, pickle.dumps((family_of(folder).processing(is_low=is_low), png(picture(*size, seed)))))
+    return prepare(processor, pack((family_of(folder).processing(is_low=is_low), png(picture(*size, seed)))))
 
 
 def given_to_library(name: str, pixels: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -256,7 +256,7 @@ def test_validation_names_the_field(demo: Deployment) -> None:
     cases = [
         (chat | {"tools": [{"type": "function"}]}, "tools[0].function"),
         (chat | {"temperature": "hot"}, "temperature"),
-        (chat | {"top_p": 0}, "top_p"),
+        (chat | {"top_p": -0.5}, "top_p"),
         (chat | {"n": 0}, "n"),
         (chat | {"n": 1000}, "n"),
         (chat | {"stop": ["x"] * 17}, "stop"),

@@ -169,7 +169,7 @@ def test_what_is_wrong_is_named(demo: Deployment) -> None:
     client = demo.client()
     for asked, param in (
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_tokens": -3, "echo": True}, "max_tokens"),
         ({"max_tokens": 0, "echo": True, "extra_body": {"min_tokens": 1}}, "min_tokens"),
         ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs"),
         ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs"),

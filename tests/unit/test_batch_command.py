@@ -36,7 +36,7 @@ def test_a_file_that_asks_for_nothing_is_told_so_in_a_line(content: bytes) -> No
 BROKEN: list[tuple[bytes, str | None]] = [
     (b"{", "invalid_json_line"), (LINE, "duplicate_custom_id"),
     (json.dumps(REQUEST | {"url": "/v1/embeddings", "custom_id": "b"}).encode(), "mismatched_endpoint"),
-    (json.dumps(REQUEST | {"custom_id": ""}).encode(), "invalid_custom_id"), (b"[" * 100_000, "invalid_json_line"), (b'{"a": NaN}', "invalid_json_line"),
+    (json.dumps(REQUEST | {"custom_id": ""}).encode(), "invalid_custom_id"), (b"[" * 100_000, "invalid_value"), (b'{"a": NaN}', "invalid_json_line"),
     (json.dumps(REQUEST | {"custom_id": "c", "body": []}).encode(), "invalid_body"),
 ]  # fmt: skip
 

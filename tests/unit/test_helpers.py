@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from pydantic import BaseModel
@@ -53,6 +54,7 @@ def test_a_helper_knows_nothing_of_its_owner_and_may_do_little(monkeypatch: pyte
         assert all(name.startswith(("PYTHON", "LD_", "DYLD_", "LC_", "OMP", "OPENBLAS")) for name in seen), seen.keys()
         assert await ask("core") == (0, 0)
         assert await ask("files 8") < 64
+        assert await ask("pipes") == 1, "its own to its parent, and no other"
         for question in (f"memory {128 << 20}", "files 100", "deadly"):
             with pytest.raises(HelperFailed):
                 await ask(question)
@@ -120,6 +122,34 @@ def test_a_body_comes_back_as_it_was_parsed(kind: Any, content: bytes) -> None:
     if kind is ChatCompletionBody:
         assert found.messages[0].content.parts == body.messages[0].content.parts
         assert found.calling().forced() == body.calling().forced()
+
+
+def test_what_takes_long_is_answered_where_the_helper_may_not_raise_its_priority() -> None:
+    """As it is for all users but root, in a process that was begun at a niceness."""
+    code = f"""
+import asyncio
+from services.requests.helpers.pool import HelperPool
+
+async def ask() -> None:
+    pool = HelperPool({MODULE!r}, "testing", 64, 60.0)
+    await pool.ask("", b"sleep 0.3", limit_s=30)
+    await pool.stop()
+
+asyncio.run(ask())
+"""
+    dropped = ["setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"] if os.geteuid() == 0 else []
+    done = subprocess.run(["nice", "-n", "5", *dropped, sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_value_that_is_nested_too_deep_is_unreadable_and_ends_no_process() -> None:
+    packed = b""
+    for _ in range(500):
+        packed = msgpack.packb(msgpack.ExtType(1, packed))
+    with pytest.raises(Unreadable, match="deeper than 16 levels"):
+        unpack(packed)
+    with pytest.raises(ValueError, match="64 bits"):
+        pack([1 << 70])
 
 
 def test_one_tenant_has_all_helpers_until_others_come() -> None:

@@ -21,7 +21,7 @@ from services.gateway.http.errors import error_response
 from shared.process.settings import GatewaySettings, is_loopback
 
 OF_APPLICATIONS = r"(?:app|capacitor|ionic|tauri|vscode-file|vscode-webview)://[^/]*|https?://tauri\.localhost"
-OF_THIS_MACHINE = r"https?://(?:(?:[^/:]+\.)?localhost|127\.\d+\.\d+\.\d+|\[::1\])(?::\d+)?"
+OF_THIS_MACHINE = r"https?://(?:localhost|127\.\d+\.\d+\.\d+|\[::1\])(?::\d+)?"
 
 
 def let_in_by_default(settings: GatewaySettings, *, has_keys: bool) -> str:

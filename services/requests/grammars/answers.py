@@ -4,12 +4,13 @@ in helper processes with bounds."""
 from collections.abc import Sequence
 from typing import Any
 
+from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.helpers.pool import HelperFailed, HelperPool
 from shared.process.errors import Rejected
 from shared.process.plain import pack
 
 CHECK_TIMEOUT_S = 2.0  # from the asking on: an answer waits no longer
-MAX_OF_TENANT = 64  # answers of one tenant that wait
+MAX_OF_TENANT = 2 * MAX_SEQUENCES  # answers of one tenant that wait: those of a request may end together
 MAX_TEXT = 1 << 20  # characters
 NOT_CHECKED = "not checked: "
 

@@ -12,6 +12,7 @@ from services.gateway.api.ollama.schemas import OllamaEmbedBody, OllamaEmbedding
 from services.gateway.context import context_of
 from services.gateway.http.docs import takes
 from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.prepare import embedder
 from shared.process.errors import Invalid
 
 router = APIRouter(prefix="/api")
@@ -45,7 +46,7 @@ async def embed(request: Request) -> Response:
     context, body = await context_of(request).read(request, OllamaEmbedBody)
     began_ns = time.monotonic_ns()
     if not body.input:
-        context.resolve(name_here(context, body.model))
+        embedder(context, name_here(context, body.model))
         return JSONResponse({"model": body.model, "embeddings": []})
     if not all(isinstance(each, str) for each in body.input):
         raise Invalid("input takes a text, or a list of texts", param="input")
@@ -63,7 +64,7 @@ async def embeddings(request: Request) -> Response:
     """One vector."""
     context, body = await context_of(request).read(request, OllamaEmbeddingsBody)
     if not body.prompt:
-        context.resolve(name_here(context, body.model))
+        embedder(context, name_here(context, body.model))
         return JSONResponse({"embedding": []})
     asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1)
     return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

@@ -29,7 +29,7 @@ NAME_HERE = {chat: f"options.{name}" for name, chat in OPTIONS.items()} | {
     "response_format": "format", "response_format.json_schema": "format", "response_format.json_schema.schema": "format",
     "chat_template_kwargs": "think", "reasoning_effort": "think",
 }  # fmt: skip
-ASK_NOTHING = {"num_predict": (0, -1, -2), "repeat_penalty": (0,), "typical_p": (1, 0), "mirostat": (0,), "tfs_z": (1,)}
+ASK_NOTHING = {"num_predict": (0,), "repeat_penalty": (0,), "typical_p": (1, 0), "mirostat": (0,), "tfs_z": (1,)}
 
 
 def read_messages(value: Any) -> list[Json]:
