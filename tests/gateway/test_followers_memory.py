@@ -1,4 +1,4 @@
-"""What followers of responses hold at a gateway: all of it is counted, until the last has left, and a tenant has a share of it."""
+"""Followers of responses at a gateway: all that they hold is counted, until the last has left, and a tenant has a share of it."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ def event_of(record: ResponseRecord, position: int, num_tokens: int, num_top: in
 async def write(store: Store, record: ResponseRecord, *, num_top: int = 0, last: int = NUM_TOKENS) -> None:
     """The response into Redis. last: the last of its tokens that are there."""
     await store.client.set(stored_key(record.response_id), Stored(ASKED, []).encode(), ex=3600)
-    await store.client.hset(inflight_key("m"), mapping={record.request_ids[0]: 1, "": 1})  # type: ignore[misc]
+    await store.client.hset(inflight_key("m"), mapping={record.request_ids[0]: 1, "": 1})
     async with store.client.pipeline(transaction=False) as pipe:
         for position in range(1, last + 1):
             write_step(pipe, "m", [log_entry(event_of(record, position, NUM_TOKENS, num_top))], [])

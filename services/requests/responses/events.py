@@ -141,11 +141,11 @@ class ResponseEvents:
 
     def interrupted(self, error: RequestError) -> list[Json]:
         """Numbered as the last event that was sent: whoever resumes after it misses nothing."""
-        message = error.message
+        message, last = error.message, max(self._number - 1, self.after)
         if error.code in ("gateway_draining", "too_many_streams"):
             reason = "the gateway is shutting down" if error.code == "gateway_draining" else message
-            message = f"{reason}: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={self._number - 1}"
-        return [{"type": "error", "code": error.code or "server_error", "message": message, "param": error.param, "sequence_number": self._number - 1}]
+            message = f"{reason}: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={last}"
+        return [{"type": "error", "code": error.code or "server_error", "message": message, "param": error.param, "sequence_number": last}]
 
     def _end(self, status: str, usage: Usage) -> Json:
         self.status = status

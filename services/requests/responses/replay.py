@@ -15,8 +15,8 @@ from shared.wire.transport import Backoff
 
 MAX_KEPT = 32 << 20  # bytes of responses that have ended
 MAX_WHOLE = 16 << 20  # of one response: of a longer one each follower holds only what he has not been sent
-MAX_HELD = 256 << 20  # of all that are followed
-MAX_HELD_OF_ONE = 64 << 20  # of a tenant's
+MAX_HELD = 512 << 20  # of all that are followed
+MAX_HELD_OF_ONE = 128 << 20  # of a tenant's
 PIECE = 64 << 10  # that a follower is given at a time
 EVENT_BYTES = 64  # that an event takes beside its own
 WAITING_BYTES = 1024  # that one takes which is not encoded yet
@@ -39,13 +39,14 @@ class Replay:
         self.failure: Exception | None = None
         self.reading: asyncio.Task[None] | None = None  # of the log's next page
         self.backoff = Backoff()
-        self.position, self.last_id, self.heard_at = 0, b"0-0", time.monotonic()
+        self.position, self.last_id = 0, b"0-0"
+        self.began_at = self.heard_at = time.monotonic()
         self.is_over = self.is_worth_keeping = False
         self._first = first or 0
         self._encoded: list[bytes] = []  # all of them; of one that is not whole, those that its reader is being sent
         self._num_encoded_bytes = 0
         self._waiting: deque[Json] = deque()  # of one that is not whole
-        self._events = ResponseEvents(record, asked)
+        self._events = ResponseEvents(record, asked, after=self._first - 1)
         self._fold: Fold | None = Fold(record, self._events)
         self._body = b""
         self._take(self._events.opening(None))
@@ -108,7 +109,7 @@ class Replay:
         self.drop_fold()
 
     def drop_fold(self) -> None:
-        """What made the events is needed no more."""
+        """Drop what made the events: there will be no more."""
         self._fold, self._events = None, ResponseEvents(self.record, {})
 
     def body(self) -> bytes:
@@ -129,7 +130,7 @@ class Replays:
     """The replays that are followed now, and of those that have ended the last used."""
 
     def __init__(self) -> None:
-        self.followed: dict[Replay, None] = {}  # the oldest first
+        self.followed: dict[Replay, None] = {}
         self._shared: dict[str, Replay] = {}  # of those, by response, the ones that are held whole
         self._kept: OrderedDict[str, tuple[Replay, asyncio.TimerHandle]] = OrderedDict()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant: the events of one replay at a time are made
@@ -160,7 +161,7 @@ class Replays:
 
     def may_grow(self, replay: Replay) -> bool:
         """A tenant's oldest always may, however long it is."""
-        oldest = next(each for each in self.followed if each.record.tenant_id == replay.record.tenant_id)
+        oldest = min((each for each in self.followed if each.record.tenant_id == replay.record.tenant_id), key=lambda each: each.began_at)
         return replay is oldest or (self.held(replay.record.tenant_id) < MAX_HELD_OF_ONE and self.held() < MAX_HELD)
 
     def join(self, record: ResponseRecord, asked: Json) -> Replay:
@@ -173,6 +174,7 @@ class Replays:
     def go_on(self, replay: Replay, place: int) -> Replay:
         """Leave one that has become too long, and follow the response alone."""
         alone = self._enter(self.make(replay.record, replay.asked, first=place))
+        alone.began_at = replay.began_at
         self.leave(replay)
         return alone
 
@@ -189,8 +191,13 @@ class Replays:
             if replay.reading is not None:
                 replay.reading.cancel()
 
+    def give_up(self, replay: Replay) -> None:
+        """Have each of its followers go on alone."""
+        self.share_no_more(replay)
+        replay.give_up()
+
     def share_no_more(self, replay: Replay) -> None:
-        """Whoever comes now begins another."""
+        """Let those who come now begin another."""
         if self._shared.get(replay.record.response_id) is replay:
             del self._shared[replay.record.response_id]
 

@@ -247,8 +247,10 @@ class Store:
         """Wait for the log's next page, but no longer. All who want it share one reading."""
         if replay.reading is None:
             if not self.replays.may_grow(replay):
-                self.replays.share_no_more(replay)
-                replay.interruption = TOO_MUCH
+                if replay.is_whole:
+                    self.replays.give_up(replay)
+                else:
+                    replay.interruption = TOO_MUCH
                 return
             replay.reading = asyncio.create_task(self._read_page(replay))
         await asyncio.wait({replay.reading}, timeout=timeout_s)
@@ -287,8 +289,7 @@ class Store:
             replay.heard_at = time.monotonic()
         replay.has_caught_up = not entries
         if replay.is_whole and replay.size > MAX_WHOLE:
-            self.replays.share_no_more(replay)
-            replay.give_up()
+            self.replays.give_up(replay)
         elif replay.is_over and replay.is_whole:
             await self._keep(replay)
 
