@@ -110,15 +110,19 @@ def test_of_a_long_response_each_holds_only_what_he_has_not_read(run: Callable[[
 
 
 @pytest.mark.parametrize("num_top", [0, 20])
+@pytest.mark.parametrize("num_tools", [0, 500])
 @pytest.mark.parametrize("first", [None, 0])
 @pytest.mark.parametrize("is_over", [False, True])
-def test_the_count_is_what_is_held(num_top: int, first: int | None, is_over: bool) -> None:
+def test_the_count_is_what_is_held(num_top: int, num_tools: int, first: int | None, is_over: bool) -> None:
     record = record_of("resp_a")
+    parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tools = [{"type": "function", "name": f"f{number}", "parameters": parameters} for number in range(num_tools)]
+    asked = json.dumps(ASKED | {"tools": tools, "instructions": "Say it. " * 50_000 if num_tools else None})
 
     async def held() -> tuple[int, int]:
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        found = replays.Replays().make(record, ASKED, first=first)
+        found = replays.Replays().make(record, json.loads(asked), first=first)
         for position in range(1, NUM_TOKENS + 1):
             found.add(event_of(record, position, NUM_TOKENS if is_over else 0, num_top))
             if first is not None and position % stored.PAGE == 0:

@@ -20,6 +20,7 @@ MAX_HELD_OF_ONE = 128 << 20  # of a tenant's
 PIECE = 64 << 10  # that a follower is given at a time
 EVENT_BYTES = 64  # that an event takes beside its own
 WAITING_BYTES = 1024  # that one takes which is not encoded yet
+ASKED_BYTES = 4  # that a byte of what was asked takes, as values
 TOKEN_BYTES = 256  # that a token takes until the response is over, beside its logprobs
 
 
@@ -30,6 +31,7 @@ class Replay:
         """turn: is held while its events are made; first: the first event that its only reader wants; None: it holds all of them, for all readers."""
         self.record = record
         self.asked = asked
+        self._num_asked_bytes = ASKED_BYTES * len(compact(asked))
         self.turn = turn
         self.is_whole = first is None
         self.is_given_up = False  # it has become too long to be held whole
@@ -55,7 +57,8 @@ class Replay:
     def size(self) -> int:
         """The bytes of memory that it takes."""
         growing = self._fold.choice.num_output_tokens * TOKEN_BYTES + self._events.num_logprob_bytes if self._fold is not None else 0
-        return self._num_encoded_bytes + len(self._waiting) * WAITING_BYTES + growing + len(self._body)
+        held = self._num_encoded_bytes + len(self._waiting) * WAITING_BYTES + len(self._body)
+        return held + growing + self._num_asked_bytes
 
     @property
     def fold(self) -> Fold:
@@ -118,7 +121,7 @@ class Replay:
             return self._body
         found = compact(self._events.whole())
         if self.is_over:
-            self._body, self.asked = found, {}
+            self._body, self.asked, self._num_asked_bytes = found, {}, 0
             self.drop_fold()
         return found
 
