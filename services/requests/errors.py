@@ -9,6 +9,7 @@ from shared.wire.messages import RequestError, TokenEvent
 
 NO_REPLICA = "no_replica"  # the code of a request that waited in vain for a replica to be started
 GONE = RequestError("the request was lost: Redis has lost its data", 500, code="request_lost")
+TOO_MUCH = RequestError("too many long responses are followed at this gateway", 429, code="too_many_streams")
 
 TYPE_BY_STATUS = {
     400: "invalid_request_error",

@@ -84,6 +84,7 @@ class Fold:
     def add(self, event: TokenEvent) -> list[Json]:
         """Make the API's events for one event of the log. No event follows the log's end."""
         delta = self.choice.add(event)
+        self.choice.logprobs = None  # the translation gets them with the delta, and keeps what it needs
         try:
             check(event)
         except RequestFailed as failed:

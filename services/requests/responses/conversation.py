@@ -9,7 +9,7 @@ from services.requests.context import RequestContext
 from services.requests.record import PREFIXES
 from services.requests.responses.items import Json
 from services.requests.responses.schemas import ResponseBody
-from services.requests.responses.stored import Store
+from services.requests.responses.stored import Store, loads
 from shared.process.errors import Invalid
 
 UNFINISHED = ("queued", "in_progress")
@@ -65,13 +65,13 @@ async def conversation(context: ConversationContext, response_id: str, field: st
     try:
         record, stored = await context.store.load(context.tenant, response_id)
         items = await context.store.items(stored)
-        events = (await context.store.read(record, stored, is_checked=False)).events
+        answer = await loads((await context.store.read(record, stored, is_checked=False)).body())
     except Invalid as error:
         raise Invalid(f"Previous response with id '{shortened(response_id)}' not found.", param=field, code="previous_response_not_found") from error
-    if events.status in UNFINISHED or events.status == "failed":
-        raise Invalid(f"the response {response_id!r} is {events.status}: it can't be gone on with", param=field, code="previous_response_not_completed")
+    if answer["status"] in UNFINISHED or answer["status"] == "failed":
+        raise Invalid(f"the response {response_id!r} is {answer['status']}: it can't be gone on with", param=field, code="previous_response_not_completed")
     await context.store.hand_over(record, stored)
-    return [*items, *map(without_logprobs, events.output)]
+    return [*items, *map(without_logprobs, answer["output"])]
 
 
 def without_logprobs(item: Json) -> Json:

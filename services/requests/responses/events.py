@@ -5,6 +5,7 @@ reader gets the same events under the same numbers, whichever gateway it asks, a
 leaves out what it has.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -18,6 +19,7 @@ from services.requests.neutral.translate import name_of, told_of
 from services.requests.record import ResponseRecord
 from services.requests.responses.chat import NAME_HERE
 from services.requests.responses.tools import Named, names_of
+from shared.wire.logprobs import TokenLogprob
 from shared.wire.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
@@ -29,6 +31,13 @@ CALLS = {
     "function": ("fc", "function_call", "arguments", "function_call_arguments"),
     "custom": ("ctc", "custom_tool_call", "input", "custom_tool_call_input"),
 }
+
+FRAGMENT_BYTES = 96  # that one takes beside its own
+
+
+def compact(value: Any) -> bytes:
+    """JSON in no more memory than it needs: orjson's own bytes keep their buffer, of 4 KiB at least."""
+    return bytes(memoryview(orjson.dumps(value)))
 
 
 class ResponseEvents:
@@ -54,9 +63,10 @@ class ResponseEvents:
         self._number = 0
         self._told: Json = {}  # where the answer breaks its schema
         self._open: Json | None = None  # the last item of output, while it grows
+        self.num_logprob_bytes = 0
         self._text: list[str] = []  # of the item that grows
-        self._logprobs: list[Json] = []
-        self._logprobs_ahead: list[Json] = []  # of tokens whose text is held back: of the message that may begin, if no thought and no call does
+        self._logprobs: list[orjson.Fragment] = []  # as JSON, which takes little memory
+        self._logprobs_ahead: list[orjson.Fragment] = []  # of tokens whose text is held back: of the message that may begin, if no thought and no call does
 
     def whole(self) -> Json:
         return {
@@ -87,7 +97,7 @@ class ResponseEvents:
         events = self.begun()
         if delta.reasoning:
             events += self._grow("reasoning", delta.reasoning, [])
-        logprobs = chat_logprobs(delta.logprobs, self.record)["content"] if delta.logprobs else []
+        logprobs = self._encoded(delta.logprobs) if delta.logprobs else []
         if delta.content or (logprobs and self._open is not None and self._open["type"] == "message" and not delta.calls):
             events += self._grow("message", delta.content, self._logprobs_ahead + logprobs)
             self._logprobs_ahead = []
@@ -100,6 +110,11 @@ class ResponseEvents:
         if delta.finish_reason == "length":
             self.reason = "max_output_tokens"
         return events
+
+    def _encoded(self, logprobs: Sequence[TokenLogprob]) -> list[orjson.Fragment]:
+        found = [compact(each) for each in chat_logprobs(logprobs, self.record)["content"]]
+        self.num_logprob_bytes += sum(map(len, found)) + FRAGMENT_BYTES * len(found)
+        return [orjson.Fragment(each) for each in found]
 
     def begun(self) -> list[Json]:
         """The log has something: what was queued is in progress."""
@@ -126,10 +141,11 @@ class ResponseEvents:
 
     def interrupted(self, error: RequestError) -> list[Json]:
         """Numbered as the last event that was sent: whoever resumes after it misses nothing."""
-        message = error.message
-        if error.code == "gateway_draining":
-            message = f"the gateway is shutting down: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={self._number - 1}"
-        return [{"type": "error", "code": error.code or "server_error", "message": message, "param": error.param, "sequence_number": self._number - 1}]
+        message, last = error.message, max(self._number - 1, self.after)
+        if error.code in ("gateway_draining", "too_many_streams"):
+            reason = "the gateway is shutting down" if error.code == "gateway_draining" else message
+            message = f"{reason}: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={last}"
+        return [{"type": "error", "code": error.code or "server_error", "message": message, "param": error.param, "sequence_number": last}]
 
     def _end(self, status: str, usage: Usage) -> Json:
         self.status = status
@@ -150,7 +166,7 @@ class ResponseEvents:
         self._number += 1
         return event
 
-    def _grow(self, kind: str, text: str, logprobs: list[Json]) -> list[Json]:
+    def _grow(self, kind: str, text: str, logprobs: list[orjson.Fragment]) -> list[Json]:
         """More text of a message or of reasoning, in the item that is open or in a new one."""
         events: list[Json] = []
         if self._open is None or self._open["type"] != kind:
@@ -204,7 +220,7 @@ class ResponseEvents:
         self._open = None
         return [*events, self._event("response.output_item.done", {"output_index": len(self.output) - 1, "item": dict(item)})]
 
-    def _part(self, text: str, logprobs: list[Json]) -> Json:
+    def _part(self, text: str, logprobs: list[orjson.Fragment]) -> Json:
         assert self._open is not None
         if self._open["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}

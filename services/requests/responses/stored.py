@@ -17,13 +17,14 @@ import redis.asyncio
 
 from services.requests.admission.held import queue_delete, queue_rewrite
 from services.requests.answers.schema_errors import schema_errors
+from services.requests.answers.sse import PING
 from services.requests.answers.translate import Fold, Json
 from services.requests.bodies.fields import shortened
 from services.requests.client import redis_errors_as_503
-from services.requests.errors import GONE, draining
+from services.requests.errors import GONE, TOO_MUCH, draining
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
-from services.requests.responses.replay import Replay, Replays
+from services.requests.responses.replay import MAX_WHOLE, PIECE, Replay, Replays
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Lost, Rejected
 from shared.process.telemetry import get_logger
@@ -32,7 +33,7 @@ from shared.wire.messages import Control, RequestError, TokenEvent
 from shared.wire.registry import broadcast
 from shared.wire.streams import LOG_TTL_S, MESSAGE, inflight_key, log_key, response_key, stored_key, tombstone_key
 from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
-from shared.wire.transport import Backoff, is_temporary
+from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.gateway")
 
@@ -58,10 +59,15 @@ class Stored:
         return orjson.dumps(whole if self.holder else {name: whole[name] for name in ("asked", "items")})
 
 
+async def loads(packed: bytes) -> Any:
+    """Decode JSON; what is long, where others do not wait for it."""
+    return await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)
+
+
 async def decode(packed: bytes) -> Stored:
     """Raises Rejected (503) for what is no such record, or one of a newer version, which has other fields: a gateway of that version can read it."""
     try:
-        return Stored(**(await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)))
+        return Stored(**await loads(packed))
     except (TypeError, ValueError) as error:
         log.error("a stored response can't be read: was it written by a newer version?", error=error)
         raise Rejected("this gateway can't read how the response is stored", status=503, retry_after_s=2, code="stored_response_unreadable") from None
@@ -135,20 +141,35 @@ class Store:
         """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
         if (known := self.replays.get(record.response_id)) is not None and known.is_over:
             return known
-        replay = Replay(record, stored.asked)
+        replay = self.replays.make(record, stored.asked)
         async for page in self._pages(record):
             await self._add(replay, page, is_checked=is_checked)
+            if not replay.is_whole or replay.size > MAX_WHOLE:
+                replay.drop_events()
         if replay.is_over and (is_checked or not record.checks):
-            self.replays.keep(replay)
+            await self._keep(replay)
         return replay
 
+    async def _keep(self, replay: Replay) -> None:
+        """Keep one that has ended, no longer than Redis does."""
+        replay.body()
+        if replay.is_worth_keeping and replay.is_whole:
+            with redis_errors_as_503():
+                left_ms = int(await self.client.pttl(stored_key(replay.record.response_id)))
+            if left_ms > 0:
+                self.replays.keep(replay, left_ms / 1000)
+
     async def _add(self, replay: Replay, events: list[TokenEvent], *, is_checked: bool = True) -> None:
-        for number, event in enumerate(events, 1):
+        """The events of a page; only the last may be an end."""
+        async with replay.turn:
+            for number, event in enumerate(events[:-1], 1):
+                replay.add(event)
+                if number % SLICE == 0:
+                    await asyncio.sleep(0)  # a long log: others have their turn in between
+        for event in events[-1:]:
             if is_checked:
                 await self._check_end(replay.record, replay.fold, event)
             replay.add(event)
-            if number % SLICE == 0:
-                await asyncio.sleep(0)  # a long log: others have their turn in between
 
     async def _check_end(self, record: ResponseRecord, fold: Fold, event: TokenEvent) -> None:
         """Hold an answer that this event ends against what of its schema could not be enforced."""
@@ -187,82 +208,90 @@ class Store:
         return bool(last) and END in last[0][1]
 
     def follow(self, record: ResponseRecord, asked: Json, after: int = -1) -> AsyncIterator[bytes]:
-        """The response's events as bytes, those behind the event `after`, from its log and as the
-        log grows. All who follow it at once share one reader of the log. Raises Rejected (503)."""
-        if self.replays.get(record.response_id) is None and self.replays.is_full:
-            raise Rejected("too many long responses are followed at this gateway", status=503, retry_after_s=1, code="too_many_streams")
+        """The response's events as bytes, those behind the event `after`, from its log and as the log
+        grows, at the pace of its reader. Raises Rejected (429, 503)."""
+        self.replays.check_room(record)
         return self._follow(record, asked, after + 1)
 
     async def _follow(self, record: ResponseRecord, asked: Json, place: int) -> AsyncIterator[bytes]:
         """place: of the next event."""
-        replay = self.replays.get(record.response_id)
-        if replay is None:
-            replay = self.replays.followed[record.response_id] = Replay(record, asked)
-            replay.growing = asyncio.create_task(self._grow(replay))
-        replay.num_followers += 1
+        replay = self.replays.join(record, asked)
+        del asked  # the replay has it: his own copy may be large
         spoken_at = time.monotonic()
         try:
             while True:
-                if found := replay.encoded[place : place + PAGE]:
+                if replay.is_given_up:
+                    replay = self.replays.go_on(replay, place)
+                elif found := replay.piece(place):
                     place += len(found)
-                    yield b"".join(found)
+                    sent = b"".join(found)
+                    for at in range(0, len(sent), PIECE):
+                        yield sent[at : at + PIECE]
                     spoken_at = time.monotonic()
-                elif replay.failure is not None:
-                    raise replay.failure
                 elif replay.is_over:
                     return
+                elif replay.failure is not None:
+                    raise replay.failure
                 elif replay.interruption is not None or (self._is_draining and replay.has_caught_up):
-                    yield replay.interrupted(replay.interruption or draining(replay.record.response_id))
+                    yield replay.interrupted(replay.interruption or draining(record.response_id))
                     return
                 elif time.monotonic() - spoken_at >= self.ping_interval_s:
-                    yield replay.events.ping
+                    yield PING
                     spoken_at = time.monotonic()
                 else:
-                    await replay.change(max(0.0, min(self.wait_s, spoken_at + self.ping_interval_s - time.monotonic())))
+                    await self._more(replay, max(0.0, spoken_at + self.ping_interval_s - time.monotonic()))
         finally:
-            replay.num_followers -= 1
-            if not replay.num_followers and replay.growing is not None:
-                self.replays.let_go(replay)
-                replay.growing.cancel()
+            self.replays.leave(replay)
 
-    async def _grow(self, replay: Replay) -> None:
-        """Read the log of one that is followed, as it grows."""
+    async def _more(self, replay: Replay, timeout_s: float) -> None:
+        """Wait for the log's next page, but no longer. All who want it share one reading."""
+        if replay.reading is None:
+            if not self.replays.may_grow(replay):
+                if replay.is_whole:
+                    self.replays.give_up(replay)
+                else:
+                    replay.interruption = TOO_MUCH
+                return
+            replay.reading = asyncio.create_task(self._read_page(replay))
+        await asyncio.wait({replay.reading}, timeout=timeout_s)
+
+    async def _read_page(self, replay: Replay) -> None:
         try:
             await self._read_on(replay)
         except Exception as error:  # the followers raise it
+            self.replays.share_no_more(replay)
             replay.failure = error
         finally:
-            self.replays.let_go(replay)
-            replay.growing = None
-            if replay.is_over:
-                self.replays.keep(replay)
-            replay.tell()
+            replay.reading = None
 
     async def _read_on(self, replay: Replay) -> None:
+        """The log's next page, or nothing after a while."""
         record, (request_id,) = replay.record, replay.record.request_ids
-        position, last_id, backoff, heard_at = 0, b"0-0", Backoff(), time.monotonic()
-        while not replay.is_over:
-            try:
-                entries = await self._wait(request_id, last_id)
-                is_due = not entries and time.monotonic() - heard_at >= self.ping_interval_s - self.wait_s
-                end, is_known = await self._state(record, last_id) if is_due else (None, True)
-            except (redis.RedisError, OSError) as error:
-                if not is_temporary(error):
-                    raise
-                await asyncio.sleep(backoff.failed(error))
-                continue
-            backoff.succeeded()
-            if not is_known:
-                replay.interruption = GONE
-                return
-            events = [end] if end is not None else self._parse(request_id, entries, position)
-            await self._add(replay, events)
-            if entries:
-                position, last_id = events[-1].position, entries[-1][0]
-            if entries or is_due:
-                heard_at = time.monotonic()
-            replay.has_caught_up = not entries
-            replay.tell()
+        try:
+            entries = await self._wait(request_id, replay.last_id)
+            is_due = not entries and time.monotonic() - replay.heard_at >= self.ping_interval_s - self.wait_s
+            end, is_known = await self._state(record, replay.last_id) if is_due else (None, True)
+        except (redis.RedisError, OSError) as error:
+            if not is_temporary(error):
+                raise
+            await asyncio.sleep(replay.backoff.failed(error))
+            return
+        replay.backoff.succeeded()
+        if not is_known:
+            self.replays.share_no_more(replay)
+            replay.interruption = GONE
+            return
+        events = [end] if end is not None else self._parse(request_id, entries, replay.position)
+        await self._add(replay, events)
+        if entries:
+            replay.position, replay.last_id = events[-1].position, entries[-1][0]
+        if entries or is_due:
+            replay.heard_at = time.monotonic()
+        replay.has_caught_up = not entries
+        if replay.is_whole and replay.size > MAX_WHOLE:
+            self.replays.give_up(replay)
+        elif replay.is_over and replay.is_whole:
+            await self._keep(replay)
 
     def drain(self) -> None:
         """End the streams that follow logs: another gateway can go on with them."""
@@ -297,7 +326,6 @@ class Store:
 
     async def delete(self, record: ResponseRecord) -> None:
         """Forget the response; one that runs is cancelled."""
-        self.replays.forget(record.response_id)
         await self.cancel(record)
         handed_back = await self._handed_back(record)
         with redis_errors_as_503():
@@ -308,6 +336,7 @@ class Store:
                 for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
                     pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()
+        self.replays.forget(record.response_id)  # now: its end has come, and whoever follows it has kept it
 
 
 def place(entry_id: bytes) -> tuple[int, int]:
