@@ -201,9 +201,10 @@ class Loop:
         speculation.computed(batch, hidden, collected.decided)
         for handle, count in collected.decided.items():
             sequence = self.scheduler.get(handle)
+            is_last = sequence.tokens.is_ending
             for _ in range(count):
                 self.scheduler.confirm(sequence)
-            if sequence.tokens.is_ending:
+            if is_last:
                 self.scheduler.finish(sequence, is_complete=True)
         speculation.timed(batch, time.perf_counter() - began)
         return batch.num_decodes == len(batch.rows), sum(collected.decided.values())

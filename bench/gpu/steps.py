@@ -37,7 +37,8 @@ class Steps:
         self.num_surplus += collected.num_surplus
         for key in collected.rows.keys:
             sequence = flight.rows[key].sequence
+            is_last = sequence.tokens.is_ending
             self.scheduler.confirm(sequence)
-            if sequence.tokens.is_ending:
+            if is_last:
                 self.scheduler.finish(sequence, is_complete=True)
         return collected

@@ -31,7 +31,7 @@ MEMORY = 512 << 20  # more than what the process has when it begins
 FIRST_FREE = 3  # of file descriptors, behind the standard ones
 MAX_FILES = 64  # open at once, of a child: modules that are imported late
 MAX_ANSWER = 1 << 30  # bytes; the bound on memory is tighter
-LONG_S = 0.05  # a question that takes longer runs at the niceness that its helper has for such
+LONG_S = 0.2  # a question that takes longer runs at the niceness that its helper has for such
 
 QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
 REPLY = struct.Struct("<BQ")  # the outcome, and the length of what follows
