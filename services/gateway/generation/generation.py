@@ -122,7 +122,7 @@ class Pipeline:
         """
         if record.checks:
             self.answers.helpers.begin_to_start()
-        record, requests = joined_to_trace(record, requests)
+        record, requests = joined_to_trace(replace(record, tenant_id=caller.tenant.tenant_id), requests)
         subscription = self._subscribe(record, [0] * len(requests), 0)  # before Redis has them: the first events may come at once
         try:
             await self._admit(caller, record, requests, stored)
