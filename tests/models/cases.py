@@ -267,6 +267,9 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
             "n_groups": 1, "chunk_size": 32}),
         "falcon_mamba": Blueprint("falcon_mamba", {"vocab_size": 512, "hidden_size": 64, "state_size": 8}),
         "mamba": Blueprint("mamba", {"vocab_size": 512, "hidden_size": 64, "state_size": 8}),
+        "glm_moe_dsa": text("glm_moe_dsa", **MLA, **DSMOE, **INDEX, n_group=1, topk_group=1),
+        "deepseek_v32": text("deepseek_v32", **MLA, **DSMOE, **INDEX, n_group=4, topk_group=2, first_k_dense_replace=1),
+        "hy_v4": text("hy_v4", **MLA, **DSMOE, **INDEX, head_dim=24),
         "recurrent_gemma": Blueprint("recurrent_gemma", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 112,
             "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 64, "attention_window_size": 24}),
     },
@@ -279,11 +282,8 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
             PIX | {"model_type": "pixtral"}),
     },
     "it needs more than a cache of keys and values": {
-        "glm_moe_dsa": text("glm_moe_dsa", **MLA, **DSMOE, **INDEX, n_group=1, topk_group=1),
-        "deepseek_v32": text("deepseek_v32", **MLA, **DSMOE, **INDEX, n_group=4, topk_group=2, first_k_dense_replace=1),
         "minimax_m1": text("minimax", head_dim=16, num_local_experts=4, block_size=32, layer_types=["linear_attention",
             "full_attention"] * 2),
-        "hy_v4": text("hy_v4", **MLA, **DSMOE, **INDEX, head_dim=24),
     },
     "it asks its cache for layers": {
         "qwen4_exp": text("qwen4_exp_text", without=("intermediate_size",), **GDN, **PART, moe_intermediate_size=32,
