@@ -31,7 +31,6 @@ MEMORY = 512 << 20  # more than what the process has when it begins
 FIRST_FREE = 3  # of file descriptors, behind the standard ones
 MAX_FILES = 64  # open at once, of a child: modules that are imported late
 MAX_ANSWER = 1 << 30  # bytes; the bound on memory is tighter
-LONG_S = 0.2  # a question that takes longer runs at the niceness that its helper has for such
 
 QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
 REPLY = struct.Struct("<BQ")  # the outcome, and the length of what follows
@@ -73,7 +72,7 @@ def outcome_of(reply: bytes, kind: int, classes: Iterable[type] = ()) -> object:
 
 def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, niceness: int = 0) -> None:
     """Answer until the input ends. What `answer` raises as Invalid is an answer, too. memory: bytes
-    that it may take; niceness: of a question that takes long."""
+    that it may take; niceness: added to the children's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
     sink = os.dup(1)
@@ -114,17 +113,13 @@ def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, l
     source, sink = os.pipe()
     child = os.fork()
     if not child:
+        os.nice(niceness)
         answer_and_exit(answer, question, sink, memory, limit_s)
     os.close(sink)
     began_at, reply, length = time.monotonic(), bytearray(), 0
-    outcome, is_long = Outcome.DIED, False
+    outcome = Outcome.DIED
     while True:
-        ready, _, _ = select.select([source, 0], [], [], max(0.0, began_at + (limit_s if is_long else min(limit_s, LONG_S)) - time.monotonic()))
-        if not ready and not is_long:
-            is_long = True
-            if niceness > os.getpriority(os.PRIO_PROCESS, child):  # less would need a right
-                os.setpriority(os.PRIO_PROCESS, child, niceness)
-            continue
+        ready, _, _ = select.select([source, 0], [], [], max(0.0, began_at + limit_s - time.monotonic()))
         if source not in ready:
             outcome = Outcome.OUT_OF_TIME
             if ready:

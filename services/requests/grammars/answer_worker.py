@@ -13,7 +13,7 @@ from services.requests.schemas.validate import problems_of
 from shared.process.plain import unpack
 from shared.process.worker import run_worker
 
-NICENESS = 10  # a check that takes long may come too late; the stages may not
+NICENESS = 10  # a check may come too late; the stages may not
 
 
 def answer(question: bytes) -> list[dict[str, Any]]:
