@@ -1,4 +1,4 @@
-"""What the site does to pages that GitHub shows as they are."""
+"""Changes to pages for the site; GitHub shows them as they are."""
 
 import re
 from typing import Any

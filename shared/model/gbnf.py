@@ -46,15 +46,15 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
-    """All of them, one after the other."""
+class Concatenation:
+    """All nodes, one after the other."""
 
     nodes: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """Alternatives, of which one holds."""
+class Alternation:
+    """A choice between nodes."""
 
     nodes: tuple["Node", ...]
 
@@ -66,7 +66,7 @@ class Repetition:
     most: int | None
 
 
-Node = Letters | SpecialToken | Reference | Parts | Options | Repetition
+Node = Letters | SpecialToken | Reference | Concatenation | Alternation | Repetition
 
 
 def read_gbnf(text: str) -> dict[str, Node]:
@@ -136,7 +136,7 @@ class GbnfReader:
             self.at = option.end()
             made.append(self.parts(is_nested=is_nested))
         self.depth -= 1
-        return made[0] if len(made) == 1 else Options(tuple(made))
+        return made[0] if len(made) == 1 else Alternation(tuple(made))
 
     def parts(self, *, is_nested: bool) -> Node:
         made: list[Node] = []
@@ -152,7 +152,7 @@ class GbnfReader:
             else:
                 break
             self.skip(space)
-        return made[0] if len(made) == 1 else Parts(tuple(made))
+        return made[0] if len(made) == 1 else Concatenation(tuple(made))
 
     def item(self) -> Node | None:
         if self.next('"'):
@@ -198,7 +198,7 @@ class GbnfReader:
         while not self.next('"'):
             made.append(self.letter("the text", begin))
         nodes = tuple(Letters(((each, each),)) for each in made)
-        return nodes[0] if len(nodes) == 1 else Parts(nodes)
+        return nodes[0] if len(nodes) == 1 else Concatenation(nodes)
 
     def letters(self) -> Node:
         """A class of letters, behind its bracket."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shared.model.gbnf import Letters, Node, Options, Parts, Reference, Repetition, SpecialToken, read_gbnf
+from shared.model.gbnf import Alternation, Concatenation, Letters, Node, Reference, Repetition, SpecialToken, read_gbnf
 from shared.model.letters import Ranges, classed, meet
 from shared.process.errors import Invalid
 
@@ -59,14 +59,14 @@ class Regular:
                 return self.size(self.rules[name])
             case Repetition(inner, _, _):
                 return self.size(inner)
-            case Parts(nodes) | Options(nodes):
+            case Concatenation(nodes) | Alternation(nodes):
                 return sum(map(self.size, nodes))
         return MAX_LETTERS + 1  # a token
 
     def in_runs(self, node: Node) -> Node:
         """The node, in which regular parts beside each other are one part."""
         match node:
-            case Parts(nodes) if self.size(node) > MAX_LETTERS:
+            case Concatenation(nodes) if self.size(node) > MAX_LETTERS:
                 runs: list[list[Node]] = []
                 size = 0
                 for each in map(self.in_runs, nodes):
@@ -75,9 +75,9 @@ class Regular:
                         runs.append([])
                         size = self.size(each)
                     runs[-1].append(each)
-                return Parts(tuple(run[0] if len(run) == 1 else Parts(tuple(run)) for run in runs))
-            case Options(nodes):
-                return Options(tuple(map(self.in_runs, nodes)))
+                return Concatenation(tuple(run[0] if len(run) == 1 else Concatenation(tuple(run)) for run in runs))
+            case Alternation(nodes):
+                return Alternation(tuple(map(self.in_runs, nodes)))
             case Repetition(inner, least, most):
                 return Repetition(self.in_runs(inner), least, most)
         return node
@@ -211,7 +211,7 @@ class Lexing:
                 if most is None or most > 1:
                     self._link(ends.last, ends.first, links)
                 return Ends(ends.is_nullable or least == 0, ends.first, ends.last)
-            case Parts(nodes):
+            case Concatenation(nodes):
                 all_ends = Ends(True, NOTHING, NOTHING)
                 for each in nodes:
                     ends = self._ends_of(each, links, references)
@@ -221,7 +221,7 @@ class Lexing:
                     last = all_ends.last | ends.last if ends.is_nullable else ends.last
                     all_ends = Ends(all_ends.is_nullable and ends.is_nullable, first, last)
                 return all_ends
-            case Options(nodes):
+            case Alternation(nodes):
                 some = [self._ends_of(each, links, references) for each in nodes]
                 first, last = NOTHING.union(*(each.first for each in some)), NOTHING.union(*(each.last for each in some))
                 return Ends(any(each.is_nullable for each in some), first, last)
@@ -234,7 +234,7 @@ class Lexing:
 
     def _automaton(self, node: Node) -> Automaton:
         if node not in self._automata:
-            self._automata[node] = Places(self.rules).automaton(node)
+            self._automata[node] = PositionAutomaton(self.rules).automaton(node)
         return self._automata[node]
 
 
@@ -247,7 +247,7 @@ class Span:
     last: frozenset[int] = frozenset()
 
 
-class Places:
+class PositionAutomaton:
     """The places of one regular part."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
@@ -270,10 +270,10 @@ class Places:
                 return self.span(self.rules[name])
             case Repetition(inner, least, most):
                 return self.repeated(self.span(inner), least, most) if most != 0 else Span(True)
-            case Options(nodes):
+            case Alternation(nodes):
                 some = [self.span(each) for each in nodes]
                 return Span(any(each.is_nullable for each in some), union(each.first for each in some), union(each.last for each in some))
-            case Parts(nodes):
+            case Concatenation(nodes):
                 made = Span(True)
                 for each in nodes:
                     made = self.joined(made, self.span(each))
@@ -332,9 +332,9 @@ class Writer:
                 return self.rule(name)
             case Repetition(inner, least, most):
                 return f"({self.written(inner)}){times(least, most)}" if most != 0 else EMPTY
-            case Parts(nodes):
+            case Concatenation(nodes):
                 return f"({' '.join(map(self.written, nodes))})" if nodes else EMPTY
-            case Options(nodes):
+            case Alternation(nodes):
                 return f"({' | '.join(map(self.written, nodes))})"
             case SpecialToken():
                 return self.token(node)
@@ -342,7 +342,7 @@ class Writer:
 
     def lexeme(self, node: Node) -> str:
         """A terminal; no lexeme is empty."""
-        own = Places(self.lexing.rules).automaton(node) if not isinstance(node, Letters) else None
+        own = PositionAutomaton(self.lexing.rules).automaton(node) if not isinstance(node, Letters) else None
         if own is not None and not own.first:
             return EMPTY
         is_nullable = own is not None and own.is_nullable
@@ -372,8 +372,8 @@ def expressed(node: Node, rules: Mapping[str, Node]) -> str:
             return expressed(rules[name], rules)
         case Repetition(inner, least, most):
             return f"(?:{expressed(inner, rules)}){times(least, most)}" if most != 0 else ""
-        case Options(nodes):
+        case Alternation(nodes):
             return f"(?:{'|'.join(expressed(each, rules) for each in nodes)})"
-        case Parts(nodes):
+        case Concatenation(nodes):
             return "".join(expressed(each, rules) for each in nodes)
     raise AssertionError(node)

@@ -1,12 +1,12 @@
 """The inside of a helper process: questions from standard input, each answered on standard output.
 
 Each question is answered by a child of its own, forked from a process that has imported what it
-needs and has read nothing of anybody's. So what a question does to a process, the next one does not
+needs and has read no question. So what a question does to a process, the next one does not
 see; and a child that takes too long is killed at the cost of a fork. It has bounds of memory, time
 and files, and may start nothing, unless it is root.
 
-A question is a QUESTION and its bytes; an empty one is answered at once: whoever asks it sees that
-the process is ready. A reply is a REPLY and a value of plain.py. END ends the question that is being
+A question is a QUESTION and its bytes; an empty one is answered at once: it tells
+that the process is ready. A reply is a REPLY and a value of plain.py. END ends the question that is being
 answered. The process ends when its owner does, for then its input ends.
 """
 
@@ -166,7 +166,7 @@ def limit(memory: int, limit_s: float) -> None:
     """memory: bytes beyond what the process has now."""
     bounds = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: math.ceil(limit_s) + 1,  # should nobody be left to kill it
+        resource.RLIMIT_CPU: math.ceil(limit_s) + 1,  # if no parent is left to kill it
         resource.RLIMIT_NOFILE: MAX_FILES,
         resource.RLIMIT_NPROC: 0,
     }

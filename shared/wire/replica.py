@@ -36,4 +36,4 @@ class Replica:
     block_size: int = 0  # the same: tokens of a block of it
     takes_images: bool = False  # compute's: the model sees
     ranks: tuple[str, ...] = ()  # compute's: the other processes of its group, by host and pid
-    weights: dict[str, str] = field(default_factory=dict)  # compute's: of which kind they are, by Ollama's names
+    weights: dict[str, str] = field(default_factory=dict)  # compute's: family, format and quantization of the weights, by Ollama's names

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from shared.model.constraint import Constraint
-from shared.model.gbnf import Letters, Node, Options, Parts, Reference, Repetition, read_gbnf
+from shared.model.gbnf import Alternation, Concatenation, Letters, Node, Reference, Repetition, read_gbnf
 from shared.model.grammar import ByteVocabulary, Vocabulary, check_grammar, compile_grammar
 from shared.process.errors import Invalid
 
@@ -61,9 +61,9 @@ class Derivation:
                 return {begin + 1} if is_one else set()
             case Reference(name):
                 return self.spans.get((name, begin), set())
-            case Options(nodes):
+            case Alternation(nodes):
                 return set().union(*(self.ends(each, begin) for each in nodes))
-            case Parts(nodes):
+            case Concatenation(nodes):
                 found = {begin}
                 for each in nodes:
                     found = self.all_ends(each, found)

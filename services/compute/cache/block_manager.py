@@ -79,8 +79,8 @@ class BlockManager:
 
     def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int, *, is_fork: bool) -> bool:
         """Whether there are free blocks for the first chunk of a sequence that begins, of so many tokens
-        behind those in `matched`; with segments, of which later ones may be found, for all of it that
-        nobody holds."""
+        behind those in `matched`; with segments, where later ones may
+        be found in the cache, for all blocks that no sequence holds."""
         if sequence.request.layout is not None and not is_fork:
             return self.num_blocks_for(len(sequence.tokens)) - self.num_held(sequence) <= self.num_free_blocks
         num_tokens, most_tokens = len(sequence.tokens), max(most_tokens, sequence.request.largest_whole)

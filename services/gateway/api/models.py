@@ -37,7 +37,7 @@ OF_CHATS = [
     if name in ChatCompletionBody.model_fields
 ]  # fmt: skip
 OF_TOOLS, OF_THOUGHTS = ["tools", "tool_choice", "parallel_tool_calls"], ["include_reasoning", "reasoning_effort"]  # where answers are parsed for them
-FREE = {"prompt": "0", "completion": "0"}  # nobody is charged here
+FREE = {"prompt": "0", "completion": "0"}  # the server charges nothing
 
 router = APIRouter()
 

@@ -45,7 +45,7 @@ class KeyRing:
         self._own: dict[bytes, tuple[bytes, Tenant]] = {}
         self._checked_at = time.monotonic()
         self._version = self._version_of_file()  # of the keys that were read
-        self._failed: tuple[int, ...] | None = ()  # the version of which it was said that it can't be read
+        self._failed: tuple[int, ...] | None = ()  # the version that a log line has named as unreadable
         if settings.auth and settings.api_key:
             key = settings.api_key.get_secret_value()
             if len(key) < MIN_KEY_LENGTH:

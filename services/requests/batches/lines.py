@@ -1,4 +1,4 @@
-"""The lines of a batch's input, each of which is a request."""
+"""The lines of a batch's input: each line is a request."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,5 @@
-"""HelperPool: processes that do for the gateway what would stall its event loop, each of which can
-be stopped in the middle of it; and who may ask them next."""
+"""HelperPool: processes for work that would stall the gateway's event loop. Each can be stopped in the
+middle of its work, and tenants take turns at them."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ log = get_logger("penstock.gateway")
 SIZE = 2
 MAX_WAITING = 1024  # questions of all tenants
 QUICK_S = 0.2  # a question that takes longer gives its process back where others wait
-NUM_TRIES = 2  # a process that was killed costs nobody a request
-STUCK_S = 60.0  # for a reply that nobody waits for any more: then the process is killed
+NUM_TRIES = 2  # a process that is killed must not cost a request
+STUCK_S = 60.0  # for a reply that is not wanted any more: then the process is killed
 
 
 class HelperFailed(Exception):
@@ -40,7 +40,7 @@ class Helper:
         self._starting = asyncio.Lock()
 
     async def ask(self, question: tuple[bytes, ...], limit_s: float) -> tuple[int, bytes] | None:
-        """The reply; None: the process died. One that nobody waits for any more ends at once."""
+        """Return the reply, or None if the process died. If the caller is cancelled, the question ends at once."""
         loop, process = asyncio.get_running_loop(), await self._running()
         assert process.stdin is not None
         reply: asyncio.Future[tuple[int, bytes] | None] = loop.create_future()
@@ -101,7 +101,7 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class Question:
+class PendingQuestion:
     tenant_id: str
     turn: "asyncio.Future[Helper]"
     began_at: float = 0.0
@@ -125,8 +125,8 @@ class HelperPool:
     def __post_init__(self) -> None:
         self._helpers = [Helper(self.module) for _ in range(SIZE)]
         self._free = list(self._helpers)
-        self._running: dict[Helper, Question] = {}
-        self._waiting: OrderedDict[str, deque[Question]] = OrderedDict()  # by tenant, the next one first
+        self._running: dict[Helper, PendingQuestion] = {}
+        self._waiting: OrderedDict[str, deque[PendingQuestion]] = OrderedDict()  # by tenant, the next one first
         self._timer: asyncio.TimerHandle | None = None  # for the next look at what runs for long
         self._starting: set[asyncio.Task[object]] = set()
 
@@ -157,7 +157,7 @@ class HelperPool:
         if sum(map(len, self._waiting.values())) >= MAX_WAITING:
             raise self._busy()
         loop = asyncio.get_running_loop()
-        asked = Question(tenant_id, loop.create_future())
+        asked = PendingQuestion(tenant_id, loop.create_future())
         ends_at = loop.time() + self.within_s
         try:
             async with asyncio.timeout_at(ends_at):
@@ -167,7 +167,7 @@ class HelperPool:
                 raise
             raise self._busy() from None
 
-    async def _ask(self, asked: Question, question: tuple[bytes, ...], limit_s: float, ends_at: float) -> object:
+    async def _ask(self, asked: PendingQuestion, question: tuple[bytes, ...], limit_s: float, ends_at: float) -> object:
         """Raises TimeoutError, HelperFailed."""
         num_tries = 0
         while num_tries < NUM_TRIES:
@@ -185,7 +185,7 @@ class HelperPool:
             num_tries += 1
         raise HelperFailed(self.module)
 
-    async def _ask_in_turn(self, asked: Question, question: tuple[bytes, ...], limit_s: float, ends_at: float) -> tuple[int, bytes] | None:
+    async def _ask_in_turn(self, asked: PendingQuestion, question: tuple[bytes, ...], limit_s: float, ends_at: float) -> tuple[int, bytes] | None:
         loop = asyncio.get_running_loop()
         asked.turn, asked.began_at, asked.is_put_back = loop.create_future(), 0.0, False
         self._waiting.setdefault(asked.tenant_id, deque()).append(asked)
@@ -199,7 +199,7 @@ class HelperPool:
         finally:
             self._leave(asked)
 
-    def _leave(self, asked: Question) -> None:
+    def _leave(self, asked: PendingQuestion) -> None:
         if asked.turn.done() and not asked.turn.cancelled():
             helper = asked.turn.result()
             del self._running[helper]
@@ -208,7 +208,7 @@ class HelperPool:
             self._withdraw(asked)
         self._hand_out()
 
-    def _withdraw(self, asked: Question) -> None:
+    def _withdraw(self, asked: PendingQuestion) -> None:
         questions = self._waiting[asked.tenant_id]
         questions.remove(asked)
         if not questions:
@@ -232,7 +232,7 @@ class HelperPool:
     def _has_quick(self) -> bool:
         return any(not each.is_slow for questions in self._waiting.values() for each in questions)
 
-    def _next(self) -> Question | None:
+    def _next(self) -> PendingQuestion | None:
         """The tenant's whose turn it is. What is slow leaves the last helper to what may be quick."""
         takes_slow = not self._has_quick or sum(self._left_s(each) <= 0 for each in self._running.values()) < SIZE - 1
         every = (each for questions in self._waiting.values() for each in questions)
@@ -253,6 +253,6 @@ class HelperPool:
         asked.is_put_back = True
         helper.end_question()
 
-    def _left_s(self, asked: Question) -> float:
+    def _left_s(self, asked: PendingQuestion) -> float:
         """Until it runs for long."""
         return self.quick_s - (asyncio.get_running_loop().time() - asked.began_at if asked.began_at else 0.0)

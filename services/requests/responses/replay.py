@@ -1,4 +1,4 @@
-"""Replay: a response's events as bytes, made of its log once for all who read them at a gateway."""
+"""ReplayedResponse: a response's events as bytes, made of its log once for all who read them at a gateway."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ ASKED_BYTES = 4  # that a byte of what was asked takes, as values
 TOKEN_BYTES = 256  # that a token takes until the response is over, beside its logprobs
 
 
-class Replay:
+class ReplayedResponse:
     """The events so far. An event's number is its place."""
 
     def __init__(self, record: ResponseRecord, asked: Json, turn: asyncio.Lock, *, first: int | None = None) -> None:
@@ -133,15 +133,15 @@ class Replays:
     """The replays that are followed now, and of those that have ended the last used."""
 
     def __init__(self) -> None:
-        self.followed: dict[Replay, None] = {}
-        self._shared: dict[str, Replay] = {}  # of those, by response, the ones that are held whole
-        self._kept: OrderedDict[str, tuple[Replay, asyncio.TimerHandle]] = OrderedDict()
+        self.followed: dict[ReplayedResponse, None] = {}
+        self._shared: dict[str, ReplayedResponse] = {}  # of those, by response, the ones that are held whole
+        self._kept: OrderedDict[str, tuple[ReplayedResponse, asyncio.TimerHandle]] = OrderedDict()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant: the events of one replay at a time are made
 
-    def make(self, record: ResponseRecord, asked: Json, *, first: int | None = None) -> Replay:
-        return Replay(record, asked, self._turns.setdefault(record.tenant_id, asyncio.Lock()), first=first)
+    def make(self, record: ResponseRecord, asked: Json, *, first: int | None = None) -> ReplayedResponse:
+        return ReplayedResponse(record, asked, self._turns.setdefault(record.tenant_id, asyncio.Lock()), first=first)
 
-    def get(self, response_id: str) -> Replay | None:
+    def get(self, response_id: str) -> ReplayedResponse | None:
         """One that has ended, or is followed."""
         if response_id in self._kept:
             self._kept.move_to_end(response_id)
@@ -162,31 +162,31 @@ class Replays:
         if self.held() >= MAX_HELD:
             raise Rejected("too many long responses are followed at this gateway", status=503, retry_after_s=1, code="too_many_streams")
 
-    def may_grow(self, replay: Replay) -> bool:
+    def may_grow(self, replay: ReplayedResponse) -> bool:
         """A tenant's oldest always may, however long it is."""
         oldest = min((each for each in self.followed if each.record.tenant_id == replay.record.tenant_id), key=lambda each: each.began_at)
         return replay is oldest or (self.held(replay.record.tenant_id) < MAX_HELD_OF_ONE and self.held() < MAX_HELD)
 
-    def join(self, record: ResponseRecord, asked: Json) -> Replay:
+    def join(self, record: ResponseRecord, asked: Json) -> ReplayedResponse:
         """Follow the response with all others who do."""
         replay = self.get(record.response_id)
         if replay is None:
             replay = self._shared[record.response_id] = self.make(record, asked)
         return self._enter(replay)
 
-    def go_on(self, replay: Replay, place: int) -> Replay:
+    def go_on(self, replay: ReplayedResponse, place: int) -> ReplayedResponse:
         """Leave one that has become too long, and follow the response alone."""
         alone = self._enter(self.make(replay.record, replay.asked, first=place))
         alone.began_at = replay.began_at
         self.leave(replay)
         return alone
 
-    def _enter(self, replay: Replay) -> Replay:
+    def _enter(self, replay: ReplayedResponse) -> ReplayedResponse:
         replay.num_followers += 1
         self.followed[replay] = None
         return replay
 
-    def leave(self, replay: Replay) -> None:
+    def leave(self, replay: ReplayedResponse) -> None:
         replay.num_followers -= 1
         if not replay.num_followers:
             self.share_no_more(replay)
@@ -194,17 +194,17 @@ class Replays:
             if replay.reading is not None:
                 replay.reading.cancel()
 
-    def give_up(self, replay: Replay) -> None:
+    def give_up(self, replay: ReplayedResponse) -> None:
         """Have each of its followers go on alone."""
         self.share_no_more(replay)
         replay.give_up()
 
-    def share_no_more(self, replay: Replay) -> None:
+    def share_no_more(self, replay: ReplayedResponse) -> None:
         """Let those who come now begin another."""
         if self._shared.get(replay.record.response_id) is replay:
             del self._shared[replay.record.response_id]
 
-    def keep(self, replay: Replay, seconds: float) -> None:
+    def keep(self, replay: ReplayedResponse, seconds: float) -> None:
         """So long at most."""
         response_id = replay.record.response_id
         self.forget(response_id)

@@ -24,7 +24,7 @@ from services.requests.client import redis_errors_as_503
 from services.requests.errors import GONE, TOO_MUCH, draining
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
-from services.requests.responses.replay import MAX_WHOLE, PIECE, Replay, Replays
+from services.requests.responses.replay import MAX_WHOLE, PIECE, ReplayedResponse, Replays
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Lost, Rejected
 from shared.process.telemetry import get_logger
@@ -137,7 +137,7 @@ class Store:
         items = [] if stored.holder else stored.items[: found.num_items]
         return before, len(kept), Stored(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
 
-    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> Replay:
+    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> ReplayedResponse:
         """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
         if (known := self.replays.get(record.response_id)) is not None and known.is_over:
             return known
@@ -150,7 +150,7 @@ class Store:
             await self._keep(replay)
         return replay
 
-    async def _keep(self, replay: Replay) -> None:
+    async def _keep(self, replay: ReplayedResponse) -> None:
         """Keep one that has ended, no longer than Redis does."""
         replay.body()
         if replay.is_worth_keeping and replay.is_whole:
@@ -159,7 +159,7 @@ class Store:
             if left_ms > 0:
                 self.replays.keep(replay, left_ms / 1000)
 
-    async def _add(self, replay: Replay, events: list[TokenEvent], *, is_checked: bool = True) -> None:
+    async def _add(self, replay: ReplayedResponse, events: list[TokenEvent], *, is_checked: bool = True) -> None:
         """The events of a page; only the last may be an end."""
         async with replay.turn:
             for number, event in enumerate(events[:-1], 1):
@@ -243,7 +243,7 @@ class Store:
         finally:
             self.replays.leave(replay)
 
-    async def _more(self, replay: Replay, timeout_s: float) -> None:
+    async def _more(self, replay: ReplayedResponse, timeout_s: float) -> None:
         """Wait for the log's next page, but no longer. All who want it share one reading."""
         if replay.reading is None:
             if not self.replays.may_grow(replay):
@@ -255,7 +255,7 @@ class Store:
             replay.reading = asyncio.create_task(self._read_page(replay))
         await asyncio.wait({replay.reading}, timeout=timeout_s)
 
-    async def _read_page(self, replay: Replay) -> None:
+    async def _read_page(self, replay: ReplayedResponse) -> None:
         try:
             await self._read_on(replay)
         except Exception as error:  # the followers raise it
@@ -264,7 +264,7 @@ class Store:
         finally:
             replay.reading = None
 
-    async def _read_on(self, replay: Replay) -> None:
+    async def _read_on(self, replay: ReplayedResponse) -> None:
         """The log's next page, or nothing after a while."""
         record, (request_id,) = replay.record, replay.record.request_ids
         try:

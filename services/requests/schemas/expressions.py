@@ -43,12 +43,12 @@ class Unsaid(ValueError):
 def written(pattern: str) -> str | None:
     """The pattern in the library's words; None: it can't be said."""
     try:
-        return Reader(pattern).written()
+        return PatternReader(pattern).written()
     except Unsaid:
         return None
 
 
-class Reader:
+class PatternReader:
     """Reads one pattern, and writes it as it goes."""
 
     def __init__(self, pattern: str) -> None:
