@@ -76,6 +76,9 @@ INNER = {"type": "object", "properties": {"c": {"type": "integer"}}, "required":
         ({"type": "number", "minimum": 4.9e-324}, ["0.1"], ["0", "-1"]),
         ({"type": "array", "items": {"type": "integer"}, "maxItems": 1e20}, ["[1]"], ['["a"]']),
         ({"type": "string", "maxLength": 2**63}, ['"a"'], ["1"]),
+        ({"type": "number", "multipleOf": 0.1, "minimum": 0.25, "maximum": 0.35}, ["0.3"], ["0.25", "0.2", "0.4"]),
+        ({"type": "number", "multipleOf": 0.01, "exclusiveMinimum": 0.29, "maximum": 0.305}, ["0.3"], ["0.29", "0.305", "0.31"]),
+        ({"type": "number", "multipleOf": 2, "exclusiveMinimum": -4, "exclusiveMaximum": 2.5}, ["-2", "0", "2"], ["-4", "4", "1"]),
     ],
 )
 def test_a_bound_that_the_library_cannot_say_takes_nothing_else_with_it(schema: Any, good: list[str], bad: list[str]) -> None:

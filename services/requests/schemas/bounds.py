@@ -1,10 +1,12 @@
 """Bounds of numbers, lengths and lists, as far as the grammars' library can count."""
 
 from collections.abc import Mapping
+from math import ceil, floor, inf, isfinite
 from typing import Any
 
 from services.requests.schemas.negate import Json
 from services.requests.schemas.patterns import unsayable
+from services.requests.schemas.values import decimal
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MOST = ("maxLength", "maxItems")
@@ -14,6 +16,7 @@ FARTHEST = (1 << 63) - 1024  # the largest number below 2 ** 63 that a float has
 NEAREST = 1e-60  # nor nearer to 0
 BEYOND = 1e300  # no bound at all: what doubles end with
 UPPER = ("maximum", "exclusiveMaximum")
+BOUNDS = {*UPPER, "minimum", "exclusiveMinimum"}
 
 
 def bounds_of(node: Json, of_type: Mapping[str, Any]) -> tuple[Json, dict[str, bool]]:
@@ -31,10 +34,28 @@ def bounds_of(node: Json, of_type: Mapping[str, Any]) -> tuple[Json, dict[str, b
             said[key] = value
         else:
             keep_bound(said, *reachable(key, value, is_whole=node.get("type") == "integer"))
+    said = on_multiples(said)
     while said and (name := unsayable(of_type, said)) is not None:
         del said[name]
         unsaid[name] = True
     return said, unsaid
+
+
+def on_multiples(said: Json) -> Json:
+    """Bounds beside multipleOf, moved to the outermost multiples that they allow: the library finds no
+    multiple between bounds that have more decimals than it."""
+    if not isfinite(said.get("multipleOf", inf)) or (step := decimal(said["multipleOf"])) <= 0:
+        return said
+    moved = {key: value for key, value in said.items() if key not in BOUNDS}
+    for key in BOUNDS & said.keys():
+        sign = 1 if key in UPPER else -1
+        ratio = decimal(said[key]) * sign / step
+        count = ceil(ratio) - 1 if key.startswith("exclusive") else floor(ratio)
+        bound = count * step * sign
+        keep_bound(moved, "maximum" if sign > 0 else "minimum", int(bound) if bound.denominator == 1 else float(bound))
+    if "minimum" in moved and moved["minimum"] == moved.get("maximum"):
+        del moved["multipleOf"]  # one multiple is left
+    return moved
 
 
 def exclusive_bounds(node: Json) -> Json:

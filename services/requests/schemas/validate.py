@@ -2,7 +2,6 @@
 take for ever."""
 
 from collections.abc import Iterator
-from fractions import Fraction
 from functools import cache
 from itertools import islice
 from math import isfinite
@@ -13,6 +12,7 @@ import referencing
 from jsonschema_specifications import REGISTRY
 from referencing.jsonschema import DRAFT202012
 
+from services.requests.schemas.values import decimal
 from shared.model.json_text import TooDeep, read_json
 
 MAX_PROBLEMS = 8
@@ -50,11 +50,6 @@ def exact(validator: Any) -> Any:
 def multiple_of(validator: Any, divisor: Any, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
     if validator.is_type(value, "number") and (not (isinstance(value, int) or isfinite(value)) or decimal(value) % decimal(divisor)):
         yield jsonschema.ValidationError(f"{value!r} is not a multiple of {divisor!r}")
-
-
-def decimal(value: float) -> Fraction:
-    """A number as it is written."""
-    return Fraction(value if isinstance(value, int) else repr(value))
 
 
 def problem(path: str, message: str) -> dict[str, Any]:

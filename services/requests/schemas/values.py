@@ -1,6 +1,7 @@
 """Values that a schema lists, and the bounds of the others."""
 
 import json
+from fractions import Fraction
 from typing import Any
 
 import jsonschema
@@ -43,3 +44,8 @@ def keeps_to(value: Any, schema: Any) -> bool:
 def said_of_strings(schemas: list[Json]) -> list[Json]:
     """Without the type: other types may stand beside."""
     return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]
+
+
+def decimal(value: float) -> Fraction:
+    """A number as it is written."""
+    return Fraction(value if isinstance(value, int) else repr(value))
