@@ -24,6 +24,7 @@ from services.requests.tenants.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text
+from shared.process.priority import run_behind
 from shared.process.settings import UpSettings, environment_of
 from shared.process.stage_settings import DEFAULT_REDIS_URL
 from shared.process.telemetry import get_logger
@@ -146,7 +147,7 @@ class Launcher:
         def start() -> "subprocess.Popen[bytes]":
             command = [sys.executable, "-m", f"services.{stage}"]
             niceness = {"compute": COMPUTE_NICENESS, "jobs": JOBS_NICENESS}.get(stage, 0)
-            return subprocess.Popen(command, env=own, start_new_session=True, pass_fds=inherited, preexec_fn=lambda: os.nice(niceness) and None)
+            return subprocess.Popen(command, env=own, start_new_session=True, pass_fds=inherited, preexec_fn=partial(run_behind, niceness))
 
         return Child((stage if number == 0 else f"{stage}-{number + 1}") + suffix, start)
 

@@ -70,9 +70,9 @@ def outcome_of(reply: bytes, kind: int, classes: Iterable[type] = ()) -> object:
         raise Unreadable(str(error)) from None
 
 
-def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, niceness: int = 0) -> None:
+def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
     """Answer until the input ends. What `answer` raises as Invalid is an answer, too. memory: bytes
-    that it may take; niceness: added to the children's."""
+    that it may take."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
     sink = os.dup(1)
@@ -86,7 +86,7 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, nicen
         question = read(length)
         if len(question) < length:
             return
-        write(sink, ask_child(answer, question, memory, limit_s, niceness) if question else framed(Outcome.ANSWER, None))
+        write(sink, ask_child(answer, question, memory, limit_s) if question else framed(Outcome.ANSWER, None))
 
 
 def read(count: int) -> bytes:
@@ -108,12 +108,11 @@ def framed(outcome: Outcome, value: object) -> bytes:
     return REPLY.pack(outcome, len(packed)) + packed
 
 
-def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, limit_s: float, niceness: int) -> bytes:
+def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, limit_s: float) -> bytes:
     """The reply. The child is ended by the time, by END, and by the end of the input."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
-        os.nice(niceness)
         answer_and_exit(answer, question, sink, memory, limit_s)
     os.close(sink)
     began_at, reply, length = time.monotonic(), bytearray(), 0

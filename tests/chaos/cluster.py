@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ import redis
 
 from services.compute.group.local import HANDLE
 from services.requests.tenants.api_keys import add_key
+from shared.process.priority import run_behind
 from shared.wire.messages import decode
 from shared.wire.replica import Replica
 from tests.chaos.clocks import Clocks
@@ -127,7 +129,7 @@ class Cluster:
             slot.process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{slot.stage}"],
                 env=inherited | threads | own | clock, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=lambda: os.nice(niceness) and None,
+                preexec_fn=partial(run_behind, niceness),
             )  # fmt: skip
         self.sessions.add(slot.process.pid)
         slot.born_at, slot.restart_at, slot.is_death_ours, slot.is_rank_hit = time.monotonic(), 0.0, False, False

@@ -11,9 +11,10 @@ from typing import Any
 
 from services.requests.schemas.validate import problems_of
 from shared.process.plain import unpack
+from shared.process.priority import run_behind
 from shared.process.worker import run_worker
 
-NICENESS = 10  # a check may come too late; the stages may not
+NICENESS = 19  # a check may come too late; the stages may not
 
 
 def answer(question: bytes) -> list[dict[str, Any]]:
@@ -24,4 +25,5 @@ def answer(question: bytes) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_worker(answer, niceness=NICENESS)
+    run_behind(NICENESS)
+    run_worker(answer)

@@ -113,7 +113,8 @@ class PendingQuestion:
 class HelperPool:
     """Tenants take turns, and so do their questions: one that takes longer than quick_s is put back
     where others wait, and asked again from its beginning. All but one of the helpers may be busy
-    with such; the last is for what is quick. The helpers start when they are needed."""
+    with such; the last is for what is quick, and takes others only while nothing quick waits. The
+    helpers start when they are needed."""
 
     module: str  # one which calls run_worker
     work: str  # what it does, for errors
@@ -121,9 +122,10 @@ class HelperPool:
     within_s: float  # from the asking on; who would wait for longer may come again
     classes: Sequence[type] = ()  # of the objects in the answers
     quick_s: float = QUICK_S
+    size: int = SIZE
 
     def __post_init__(self) -> None:
-        self._helpers = [Helper(self.module) for _ in range(SIZE)]
+        self._helpers = [Helper(self.module) for _ in range(self.size)]
         self._free = list(self._helpers)
         self._running: dict[Helper, PendingQuestion] = {}
         self._waiting: OrderedDict[str, deque[PendingQuestion]] = OrderedDict()  # by tenant, the next one first
@@ -234,7 +236,7 @@ class HelperPool:
 
     def _next(self) -> PendingQuestion | None:
         """The tenant's whose turn it is. What is slow leaves the last helper to what may be quick."""
-        takes_slow = not self._has_quick or sum(self._left_s(each) <= 0 for each in self._running.values()) < SIZE - 1
+        takes_slow = not self._has_quick or sum(self._left_s(each) <= 0 for each in self._running.values()) < self.size - 1
         every = (each for questions in self._waiting.values() for each in questions)
         return next((each for each in every if not each.turn.done() and (takes_slow or not each.is_slow)), None)
 
