@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from bench.served import ask_all, prose, server_of, show, summarize
-from services.compute.simulation.trace import TraceRequest, with_rate
+from services.simulator.trace import TraceRequest, with_rate
 
 URL = "/v1/completions"
 LENGTHS = ((20, 60), (16, 48))  # prompt and output tokens, evenly distributed

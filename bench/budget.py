@@ -24,10 +24,10 @@ from bench.model import Engine, load, read_bandwidth, stored_bytes
 from bench.model_folder import model_folder
 from services.compute.backends.cpu.build import find_compiler
 from services.compute.backends.cpu.linear import QUANTIZATIONS, Kind, NativeLinear
-from services.compute.batch import ScheduledBatch
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 

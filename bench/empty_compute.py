@@ -15,7 +15,7 @@ from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
-from services.compute.quarantine import Attempts
+from services.compute.intake.quarantine import Attempts
 from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.decision import Draws, decide
 from shared.model.files import open_model

@@ -42,8 +42,8 @@ import uvloop
 from bench.pipeline import Served, whole_machine
 from bench.served import Answer, ask, ask_all, first_model, server_of, show, summarize
 from bench.texts import Prose
-from services.compute.simulation.reading import reason
-from services.compute.simulation.trace import TraceRequest, load_trace
+from services.simulator.reading import reason
+from services.simulator.trace import TraceRequest, load_trace
 from shared.process.errors import StartupError
 
 MET_SHARE = 0.9  # of the requests, in time

@@ -21,7 +21,7 @@ from bench.model_folder import model_folder
 from bench.reduction import BATCH, VOCABULARY, make_engine
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
-from services.compute.engine import Engine
+from services.compute.loop.engine import Engine
 from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar

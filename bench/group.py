@@ -1,6 +1,6 @@
 """What does it cost to tell another rank of a group what to compute?
 
-Method: a step of decodes, each with so many blocks, as bytes and back: our form of commands (services/compute/group/commands.py) and pickle's, which may
+Method: a step of decodes, each with so many blocks, as bytes and back: our form of commands (services/compute/ranks/group/commands.py) and pickle's, which may
 cross no network. Then the way there: the head sends the step to a rank of its own, in another process, and waits for an answer of a few bytes, over a
 socket pair and over TCP on this host. The floor is that round trip with a command that holds nothing. In turns; the median of --rounds, each the mean of 100.
 
@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.group.channel import Channel
-from services.compute.group.commands import Accepted, Close, RunStep, decode, encode
+from services.compute.ranks.group.channel import Channel
+from services.compute.ranks.group.commands import Accepted, Close, RunStep, decode, encode
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 
 TIMES = 100
 BLOCK_SIZE, POOL = 16, 20_000  # tokens of a block, and blocks to choose from

@@ -23,7 +23,7 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import QUANTIZATIONS
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.tools.make_model import SHAPES, Shape
+from services.modeltools.make_model import SHAPES, Shape
 
 LAYERS_BYTES = 100 << 20  # of the caches that attention takes in turn
 COPIES_BYTES = 600 << 20  # of each layer's copies together: more than the caches hold

@@ -22,7 +22,7 @@ import numpy as np
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import BlockTable, Kv, Request, Sequence, Tokens
-from services.compute.view import make_view
+from services.compute.telemetry.view import make_view
 from shared.model.sampling_params import SamplingParams
 from shared.wire.load import STEP_PARTS
 from shared.wire.messages import TokenizedRequest, encode

@@ -27,11 +27,11 @@ import torch
 from safetensors.torch import save_file
 
 from services.compute.backends.choose import choose_backend
-from services.compute.host_memory import give_back_free_memory
+from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.models.architectures import read_config
-from services.compute.parallel.share import Portion, Share
-from services.compute.tools.make_model import SHAPES, Shape, config_json, tensor_sizes
+from services.compute.ranks.parallel.share import Portion, Share
 from services.compute.weights.loader import load_parts
+from services.modeltools.make_model import SHAPES, Shape, config_json, tensor_sizes
 
 GROUP = 128
 POLL_S = 0.005

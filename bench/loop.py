@@ -63,11 +63,11 @@ def main() -> None:
     import torch
 
     from bench.gpu.steps import Steps
-    from services.compute.batch import ScheduledBatch
     from services.compute.candidates.reduction import reduce
-    from services.compute.engine import build_engine
+    from services.compute.loop.engine import build_engine
     from services.compute.scheduling.offline import run_step
     from services.compute.sequence import Request, Sequence, Tokens
+    from services.compute.sequence.batch import ScheduledBatch
     from shared.model.files import open_model
     from shared.model.sampling_params import SamplingParams
     from shared.process.settings import ComputeSettings, load_settings

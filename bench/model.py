@@ -25,14 +25,14 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import QUANTIZATIONS, NativeLinear
 from services.compute.backends.gathered import own_of
 from services.compute.backends.matrix import Dense
-from services.compute.batch import ScheduledBatch
-from services.compute.engine import build_engine
-from services.compute.group.ends import Group
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.loop.engine import build_engine
 from services.compute.models.decoder import Decoder
+from services.compute.ranks.group.ends import Group
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings

@@ -25,9 +25,9 @@ from services.compute.backends.backend import Backend
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.simulation.hardware import BANDWIDTH_SHARE, FLOPS_SHARE, HARDWARE, Hardware
-from services.compute.simulation.models import MODELS, ModelShape
-from services.compute.tools.make_model import SHAPES, Shape
+from services.modeltools.make_model import SHAPES, Shape
+from services.simulator.hardware import BANDWIDTH_SHARE, FLOPS_SHARE, HARDWARE, Hardware
+from services.simulator.models import MODELS, ModelShape
 
 BLOCK_SIZE = 16
 

@@ -32,13 +32,13 @@ from bench.kv_disk import words
 from bench.pipeline import Served
 from bench.quality import docstrings
 from services.compute.backends.choose import choose_backend
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.new_step import advance
 from services.compute.sequence import BlockTable, Kv, Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams

@@ -29,11 +29,11 @@ from services.compute.backends.torch.reference import quantize_rows
 from services.compute.models.architectures import read_config
 from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.tools.calibration.calibrate import fast_products, observe
-from services.compute.tools.calibration.perplexity import next_token_logs
-from services.compute.tools.calibration.simulation import ObservedLinear
-from services.compute.tools.calibration.texts import split
 from services.compute.weights.loader import load_weights, open_source
+from services.modeltools.calibration.calibrate import fast_products, observe
+from services.modeltools.calibration.perplexity import next_token_logs
+from services.modeltools.calibration.simulation import ObservedLinear
+from services.modeltools.calibration.texts import split
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 

@@ -16,7 +16,7 @@ import math
 import uvloop
 
 from bench.served import Answer, ask_all, prose, server_of
-from services.compute.simulation.trace import TraceRequest
+from services.simulator.trace import TraceRequest
 
 
 def decode_rate(answers: list[Answer]) -> float:

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from bench.model_folder import model_folder
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
-from services.compute.engine import Engine, build_engine
+from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.new_step import NewStep
@@ -25,11 +24,12 @@ from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
-from services.compute.simulation.hardware import HARDWARE
-from services.compute.simulation.models import MODELS
-from services.compute.simulation.roofline import Roofline, Work, kv_tokens
-from services.compute.simulation.simulator import Replay, percentiles, replay
-from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
+from services.compute.sequence.batch import ScheduledBatch
+from services.simulator.hardware import HARDWARE
+from services.simulator.models import MODELS
+from services.simulator.roofline import Roofline, Work, kv_tokens
+from services.simulator.simulator import Replay, percentiles, replay
+from services.simulator.trace import TraceRequest, load_trace, with_rate
 from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings
@@ -98,7 +98,7 @@ def simulated(model: str) -> Machine:
 def real(model: str) -> tuple[Machine, Machine]:
     """A model on this CPU: with a small KV cache, and with one for prompts as long as the model takes."""
     from services.compute.candidates.reduction import reduce
-    from services.compute.engine import build_engine
+    from services.compute.loop.engine import build_engine
 
     settings = ComputeSettings(model=model, kv_cache_share=0.1)
     engine = build_engine(settings, open_model(model, weights=True))

@@ -33,7 +33,7 @@ import numpy as np
 import uvloop
 
 from bench.load import Stream, post
-from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
+from services.simulator.trace import TraceRequest, load_trace, with_rate
 
 WORDS_PER_TOKEN = 0.6  # of the manual's prose and code, roughly; what the server counts is reported
 CROWD = ((100, 900), (30, 130))  # prompt and output tokens, evenly distributed

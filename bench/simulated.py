@@ -21,19 +21,19 @@ import torch
 from bench.budget import ceilings
 from bench.model import read_bandwidth
 from bench.model_folder import model_folder
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import reduce
-from services.compute.engine import Engine, build_engine
+from services.compute.loop.engine import Engine, build_engine
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.simulation.hardware import PRECISIONS, Hardware
-from services.compute.simulation.machine import Cost, Measured
-from services.compute.simulation.models import find_model
-from services.compute.simulation.roofline import Roofline, Work
-from services.compute.simulation.simulator import Replay, percentiles, replay
-from services.compute.simulation.trace import TraceRequest, load_trace
+from services.compute.sequence.batch import ScheduledBatch
+from services.simulator.hardware import PRECISIONS, Hardware
+from services.simulator.machine import Cost, Measured
+from services.simulator.models import find_model
+from services.simulator.roofline import Roofline, Work
+from services.simulator.simulator import Replay, percentiles, replay
+from services.simulator.trace import TraceRequest, load_trace
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings

@@ -34,8 +34,8 @@ from bench.quality import choose_model, docstrings
 from bench.speculation_chains import Imposer, Recorder, TakeAll
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
-from services.compute.engine import Engine, build_engine
-from services.compute.flight import collect, launch, rows_still_valid
+from services.compute.loop.engine import Engine, build_engine
+from services.compute.loop.flight import collect, launch, rows_still_valid
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.chains import ChainProposer

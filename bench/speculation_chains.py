@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.compute.batch import ScheduledBatch
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.margins import Margins

@@ -21,7 +21,7 @@ from bench.quality import MODES, WINDOW, choose_model, docstrings, read
 from services.compute.backends.choose import choose_backend
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Request, Sequence, Tokens
-from services.compute.tools.calibration.texts import split
+from services.modeltools.calibration.texts import split
 from shared.model.arrays import Array
 from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams

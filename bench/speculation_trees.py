@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 
 from bench.quality import choose_model
 from bench.speculation import encode, kinds
-from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.engine import Engine, build_engine
+from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 

@@ -18,8 +18,8 @@ from bench.gpu.speed import Ceilings, Served, layer_shapes, measure_attention, m
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.simulation.trace import TraceRequest
-from services.compute.tools.make_model import SHAPES, make_model
+from services.modeltools.make_model import SHAPES, make_model
+from services.simulator.trace import TraceRequest
 
 PARTS = ("kernels", "models", "ceilings", "layers", "steps", "trace", "pipeline")
 CHECKED = ("kernels", "models")  # what a CPU can, in Triton's interpreter

@@ -11,10 +11,9 @@ from torch import Tensor
 from bench.gpu.steps import Steps
 from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder
@@ -22,6 +21,7 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.loader import load_weights
 from shared.model.files import text_config
 from shared.model.sampling_params import SamplingParams

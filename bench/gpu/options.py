@@ -10,8 +10,8 @@ import triton
 
 from bench.gpu.cases import PARTS, Wanted
 from services.compute.backends.backend import QUANTIZATIONS
-from services.compute.simulation.trace import load_trace
-from services.compute.tools.make_model import SHAPES
+from services.modeltools.make_model import SHAPES
+from services.simulator.trace import load_trace
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:

@@ -11,8 +11,8 @@ import torch
 from bench.gpu.models import LoadedModel
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.warm_up import record_steps
+from services.compute.loop.warm_up import record_steps
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 
 NUM_BLOCKS = 1024  # of the cache
 MARGIN = 1.25  # of the memory set aside, in which the KV cache's share leaves room

@@ -22,15 +22,15 @@ from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, free_memory
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
-from services.compute.simulation.trace import TraceRequest
-from services.compute.tools.make_model import SHAPES, Shape, config_json
+from services.modeltools.make_model import SHAPES, Shape, config_json
+from services.simulator.trace import TraceRequest
 from shared.model.sampling_params import SamplingParams
 
 VENDORS_LEAST = {"none": 1, "w8a8": 17, "fp8": 1}  # rows: torch._int_mm takes no fewer

@@ -1,9 +1,9 @@
-"""The loop as services/compute/service.py has it, without a pipeline: every token is decided when it lands. With a step in flight, or without."""
+"""The loop as services/compute/loop/service.py has it, without a pipeline: every token is decided when it lands. With a step in flight, or without."""
 
 from services.compute.backends.backend import RowSearch
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.flight import Collected, Flight, collect, launch, rows_still_valid
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.loop.flight import Collected, Flight, collect, launch, rows_still_valid
 from services.compute.scheduling.scheduler import Scheduler
 
 

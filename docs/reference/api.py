@@ -8,13 +8,13 @@ from fastapi import FastAPI
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from docs.reference.settings import bounds
-from services.gateway.api.llamacpp.schemas import DEFAULTS as LLAMA_DEFAULTS
-from services.gateway.api.llamacpp.schemas import LlamaBody
 from services.gateway.app import add_routes
 from services.gateway.bodies import BODIES
 from services.gateway.http.docs import REF
 from services.requests.bodies.body import ANYTHING, Body
-from services.requests.neutral.schemas import GenerateBody
+from services.requests.dialects.llamacpp.schemas import DEFAULTS as LLAMA_DEFAULTS
+from services.requests.dialects.llamacpp.schemas import LlamaBody
+from services.requests.dialects.openai.schemas import GenerateBody
 from shared.model.sampling_params import BOUNDS, ChainParams, DryParams, SamplingParams
 
 INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be

@@ -9,7 +9,7 @@ from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from services.gateway.telemetry.metrics import Metrics
 from services.gateway.telemetry.pipeline_state import PipelineState
 from services.gateway.telemetry.token_figures import TokenFigures
-from services.requests.batches.figures import BatchFigures
+from services.requests.store.batches.figures import BatchFigures
 from shared.process.stage_settings import StageSettings
 from shared.wire.replica import Replica
 from shared.wire.stage import Stage

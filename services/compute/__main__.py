@@ -2,9 +2,9 @@
 
 from contextlib import nullcontext
 
-from services.compute.group.ends import Group, Member
-from services.compute.group.launch import join_group, open_group, rank_of
-from services.compute.parallel.share import check_stages
+from services.compute.ranks.group.ends import Group, Member
+from services.compute.ranks.group.launch import join_group, open_group, rank_of
+from services.compute.ranks.parallel.share import check_stages
 from shared.model.files import ModelFiles, open_model
 from shared.process.host_memory import enough_memory
 from shared.process.settings import ComputeSettings, load_settings
@@ -35,15 +35,15 @@ def main() -> None:
 
 def follow(settings: ComputeSettings, files: ModelFiles, member: Member) -> None:
     with enough_memory("compute", IMPORTS_TORCH):
-        from services.compute.rank import run_rank
+        from services.compute.ranks.rank import run_rank
 
     run_rank(settings, files, member)
 
 
 def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> None:
     with enough_memory("compute", IMPORTS_TORCH):
-        from services.compute.engine import build_engine
-        from services.compute.service import ComputeService
+        from services.compute.loop.engine import build_engine
+        from services.compute.loop.service import ComputeService
         from services.compute.weights.sizes import sizes_of, weights_of
 
     engine = build_engine(settings, files, group)

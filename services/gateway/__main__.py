@@ -25,22 +25,22 @@ from services.gateway.http.handshake import shaken
 from services.gateway.http.protocol import is_news, patient
 from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
 from services.gateway.telemetry.metrics import Metrics
-from services.requests.admission.admission import Admission
-from services.requests.admission.known import KnownReplicas
-from services.requests.admission.redis_memory import RedisMemory
-from services.requests.batches.jobs import Jobs
-from services.requests.batches.store import BatchStore
-from services.requests.cells import HOME, Cell, cells_of
-from services.requests.client import connect
-from services.requests.files.storage import Storage
-from services.requests.files.store import FileStore
-from services.requests.grammars.answers import AnswerChecker
-from services.requests.grammars.checker import GrammarChecker
-from services.requests.images.fetch import ImageFetcher
-from services.requests.images.reader import ImageReader
-from services.requests.responses.stored import Store
-from services.requests.tenants.api_keys import check_exposure
-from services.requests.tenants.shared_limits import SharedLimits
+from services.requests.dialects.responses.stored import Store
+from services.requests.store.admission.admission import Admission
+from services.requests.store.admission.known import KnownReplicas
+from services.requests.store.admission.redis_memory import RedisMemory
+from services.requests.store.batches.jobs import Jobs
+from services.requests.store.batches.store import BatchStore
+from services.requests.store.cells import HOME, Cell, cells_of
+from services.requests.store.client import connect
+from services.requests.store.files.storage import Storage
+from services.requests.store.files.store import FileStore
+from services.requests.store.tenants.api_keys import check_exposure
+from services.requests.store.tenants.shared_limits import SharedLimits
+from services.requests.workers.grammars.answers import AnswerChecker
+from services.requests.workers.grammars.checker import GrammarChecker
+from services.requests.workers.images.fetch import ImageFetcher
+from services.requests.workers.images.reader import ImageReader
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.line import Pipeline as RedisPipeline

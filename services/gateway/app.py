@@ -45,9 +45,9 @@ from services.gateway.http.middleware import BodyLimit, CutOff, Head, Ignored, O
 from services.gateway.http.observed import Observed
 from services.gateway.http.origins import SameOrigin, let_in_by_default
 from services.gateway.telemetry.metrics import seen_in
-from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
-from services.requests.client import persist
+from services.requests.store.admission.append_only_file import AppendOnlyFile
+from services.requests.store.client import persist
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
 from shared.wire.streams import BATCHES_RUNNING

@@ -11,18 +11,18 @@ import gc
 import orjson
 
 from services.gateway.api.batches.schemas import BatchBody
-from services.gateway.api.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
-from services.gateway.api.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
 from services.gateway.api.openai.fim import FimBody
 from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
 from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody, TextsBody
-from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
-from services.requests.modules.schemas import PromptModulesBody
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
-from services.requests.responses.schemas import ResponseBody
+from services.requests.dialects.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
+from services.requests.dialects.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
+from services.requests.dialects.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.responses.schemas import ResponseBody
+from services.requests.store.modules.schemas import PromptModulesBody
 from shared.process.worker import run_worker
 
 BODIES: tuple[type[Body], ...] = (

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from services.gateway.generation.generation import Pipeline
-from services.requests.admission.admission import served_names, unknown_model
-from services.requests.responses.conversation import ITEM_ID
-from services.requests.tenants.tenant import Tenant
+from services.requests.dialects.responses.conversation import ITEM_ID
+from services.requests.store.admission.admission import served_names, unknown_model
+from services.requests.store.tenants.tenant import Tenant
 from shared.process.stages import PIPELINE
 from shared.wire.registry import Registry
 from shared.wire.stage import Stage

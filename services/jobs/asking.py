@@ -11,31 +11,31 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.requests.admission.admission import estimate_output, estimate_prompt
-from services.requests.admission.held import check_size
-from services.requests.answers.choice import Choice, Usage, usage_of
-from services.requests.answers.embeddings import embeddings_body
-from services.requests.answers.formats import whole_body
-from services.requests.answers.translate import Fold, Translation
-from services.requests.anthropic.chat import NAME_HERE as MESSAGE_NAMES
-from services.requests.anthropic.chat import chat_of as message_chat
-from services.requests.anthropic.events import MessageEvents
-from services.requests.anthropic.schemas import MessagesBody
-from services.requests.batches.lines import Line
-from services.requests.batches.store import BatchRecord, Totals
 from services.requests.bodies import parse
 from services.requests.bodies.ignored import collecting
 from services.requests.context import RequestContext
+from services.requests.dialects.anthropic.chat import NAME_HERE as MESSAGE_NAMES
+from services.requests.dialects.anthropic.chat import chat_of as message_chat
+from services.requests.dialects.anthropic.events import MessageEvents
+from services.requests.dialects.anthropic.schemas import MessagesBody
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.translate import in_own_terms, own_terms
+from services.requests.dialects.responses.conversation import ConversationContext, with_conversation
+from services.requests.dialects.responses.events import ResponseEvents
+from services.requests.dialects.responses.prepare import prepare_response
+from services.requests.dialects.responses.schemas import ResponseBody
 from services.requests.errors import RequestFailed, check
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
-from services.requests.neutral.translate import in_own_terms, own_terms
 from services.requests.prepare import prepare_chat, prepare_completion, prepare_embeddings
-from services.requests.record import ResponseRecord
-from services.requests.responses.conversation import ConversationContext, with_conversation
-from services.requests.responses.events import ResponseEvents
-from services.requests.responses.prepare import prepare_response
-from services.requests.responses.schemas import ResponseBody
+from services.requests.store.admission.admission import estimate_output, estimate_prompt
+from services.requests.store.admission.held import check_size
+from services.requests.store.batches.lines import Line
+from services.requests.store.batches.store import BatchRecord, Totals
+from services.requests.store.record import ResponseRecord
+from services.requests.text.answers.choice import Choice, Usage, usage_of
+from services.requests.text.answers.embeddings import embeddings_body
+from services.requests.text.answers.formats import whole_body
+from services.requests.text.answers.translate import Fold, Translation
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest, TokenEvent, encode
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from services.jobs import output
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
-from services.requests.batches.store import Totals
-from services.requests.files.storage import Storage
+from services.requests.store.batches.store import Totals
+from services.requests.store.files.storage import Storage
 
 MAX_OPEN = 8
 HELD_BYTES = 16 << 20  # of answers of a run that are in memory

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgpack
 
-from services.requests.batches.lines import MAX_LINES, Line, read_line
 from services.requests.bodies.fields import shortened, whole
-from services.requests.files.storage import Storage
+from services.requests.store.batches.lines import MAX_LINES, Line, read_line
+from services.requests.store.files.storage import Storage
 from shared.process.errors import Invalid
 
 BLOCK_LINES = 100

@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from services.jobs.input import folder_of
-from services.requests.batches.store import Totals
 from services.requests.errors import error_body
-from services.requests.files.storage import Storage
+from services.requests.store.batches.store import Totals
+from services.requests.store.files.storage import Storage
 from shared.wire.messages import RequestError
 
 # What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis.asyncio
 
-from services.requests.client import persist
+from services.requests.store.client import persist
 from shared.wire.streams import inflight_key
 
 LOOK_EVERY_S = 0.02

@@ -8,12 +8,12 @@ from typing import Any
 import redis.asyncio
 
 from services.jobs.asking import Asked, Logs
-from services.requests.answers.schema_errors import schema_errors
-from services.requests.client import persist
+from services.requests.dialects.responses.stored import DELETED_LOG_TTL_S
 from services.requests.errors import GONE
-from services.requests.grammars.answers import AnswerChecker
-from services.requests.record import ResponseRecord, read_response
-from services.requests.responses.stored import DELETED_LOG_TTL_S
+from services.requests.store.client import persist
+from services.requests.store.record import ResponseRecord, read_response
+from services.requests.text.answers.schema_errors import schema_errors
+from services.requests.workers.grammars.answers import AnswerChecker
 from shared.process.errors import Lost
 from shared.wire.messages import Control, TokenEvent
 from shared.wire.registry import broadcast

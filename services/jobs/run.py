@@ -25,15 +25,15 @@ from services.jobs.output import Answer, answered, not_answered, refused
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.runtime import JobsRuntime
 from services.jobs.spans import BatchSpans, spans_of
-from services.requests.admission.admission import admit
-from services.requests.admission.held import CODE as STORAGE_LIMIT
-from services.requests.batches.figures import queue_note
-from services.requests.batches.lines import Line
-from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
-from services.requests.client import persist
 from services.requests.errors import NO_REPLICA, RequestFailed
-from services.requests.files.store import FileRecord
-from services.requests.tenants.limits import Caller
+from services.requests.store.admission.admission import admit
+from services.requests.store.admission.held import CODE as STORAGE_LIMIT
+from services.requests.store.batches.figures import queue_note
+from services.requests.store.batches.lines import Line
+from services.requests.store.batches.store import RUNNING, Batch, Totals, read_batch
+from services.requests.store.client import persist
+from services.requests.store.files.store import FileRecord
+from services.requests.store.tenants.limits import Caller
 from shared.model.sampling_params import SEEDS
 from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.process.telemetry import get_logger

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
-from services.requests.batches.store import Batch
+from services.requests.store.batches.store import Batch
 from shared.process.tracing import Attributes, Tracer
 
 

@@ -17,9 +17,9 @@ from services.jobs.ending import end_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW
 from services.jobs.runtime import JobsRuntime
-from services.requests.batches.figures import Backlog, queue_backlog
-from services.requests.batches.store import Batch, read_batch
-from services.requests.files.store import CONTENTS
+from services.requests.store.batches.figures import Backlog, queue_backlog
+from services.requests.store.batches.store import Batch, read_batch
+from services.requests.store.files.store import CONTENTS
 from shared.process.telemetry import get_logger
 from shared.wire.cells import without_cell
 from shared.wire.job_queue import QUEUED_S

@@ -10,7 +10,7 @@ from typing import IO
 
 import orjson
 
-from services.requests.batches.lines import MAX_LINES, read_line
+from services.requests.store.batches.lines import MAX_LINES, read_line
 from shared.process.errors import Invalid, StartupError
 
 MAX_LINE_BYTES = 64 << 20  # that is looked at

@@ -245,7 +245,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
             return show_status(redis_of(args.redis_url, args.data_dir), watch_s=args.watch, as_json=args.json)
         case "chat":
-            from services.chat.chat import ChatOptions, chat
+            from services.operator.chat.chat import ChatOptions, chat
 
             return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
         case "batch":
@@ -253,7 +253,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
             return run_batch(args.url, args.source, args.out, args.window, args.api_key)
         case "simulate":
-            from services.compute.simulation.__main__ import simulate
+            from services.simulator.__main__ import simulate
 
             simulate(rest)
         case _:
@@ -295,17 +295,17 @@ def run_make_model(args: argparse.Namespace) -> None:
     if args.text and args.shape not in SEEING_SHAPES:
         raise StartupError(f"--text is for shapes that see: {', '.join(SEEING_SHAPES)}")
     if args.shape in SEEING_SHAPES:
-        from services.compute.tools.make_vision_model import make_vision_model
+        from services.modeltools.make_vision_model import make_vision_model
 
         return make_vision_model(args.out, shape=args.shape, text=args.text, dtype=args.dtype, seed=args.seed, force=args.force)
-    from services.compute.tools.make_model import make_model
+    from services.modeltools.make_model import make_model
 
     make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed, force=args.force)
 
 
 def run_quantize(args: argparse.Namespace) -> None:
     from services.compute.models.config import Packed
-    from services.compute.tools.quantize import quantize
+    from services.modeltools.quantize import quantize
 
     packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
     result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens, force=args.force)
@@ -320,9 +320,9 @@ def run_quantize(args: argparse.Namespace) -> None:
 
 
 def run_train_heads(args: argparse.Namespace) -> None:
-    from services.compute.tools.heads.answers import Sampling
-    from services.compute.tools.heads.training import Recipe
-    from services.compute.tools.train_heads import train_heads
+    from services.modeltools.heads.answers import Sampling
+    from services.modeltools.heads.training import Recipe
+    from services.modeltools.train_heads import train_heads
 
     recipe = Recipe(args.heads, args.layers, args.epochs, args.learning_rate, args.seed)
     sampling = Sampling(args.tokens, args.temperature, args.seed)

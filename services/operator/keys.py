@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from services.requests.tenants.api_keys import add_key, read_keys, revoke_key, rotate_key
+from services.requests.store.tenants.api_keys import add_key, read_keys, revoke_key, rotate_key
 from shared.process.arguments import positive_number
 from shared.process.errors import StartupError
 from shared.process.settings import DEFAULT_KEYS_FILE

@@ -20,7 +20,7 @@ from services.operator.lifeline import Lifeline
 from services.operator.model_store import DEFAULT_MODEL, pull
 from services.operator.preflight import check_device, check_keys, check_memory, check_ports
 from services.operator.redis_server import BROKEN_FILE, default_memory, password_for, socket_path, start_server, url_of, why_it_ended
-from services.requests.tenants.api_keys import check_exposure, wants_keys
+from services.requests.store.tenants.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text

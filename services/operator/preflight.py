@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from services.requests.tenants.api_keys import read_keys
+from services.requests.store.tenants.api_keys import read_keys
 from shared.model.files import ModelFiles
 from shared.model.gguf.parts import parts_of
 from shared.process.errors import StartupError

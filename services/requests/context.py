@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import redis
 import redis.asyncio
 
-from services.requests.admission.admission import Admission
-from services.requests.grammars.checker import GrammarChecker
-from services.requests.images.reader import ImageReader
-from services.requests.tenants.limits import Caller
-from services.requests.tenants.tenant import NOBODY, Tenant
+from services.requests.store.admission.admission import Admission
+from services.requests.store.tenants.limits import Caller
+from services.requests.store.tenants.tenant import NOBODY, Tenant
+from services.requests.workers.grammars.checker import GrammarChecker
+from services.requests.workers.images.reader import ImageReader
 from shared.process.settings import RequestSettings
 from shared.wire.registry import Registry
 from shared.wire.stage import Stage

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.requests.admission.admission import served_names
 from services.requests.bodies.content import Content
 from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.bodies.ignored import tell
 from services.requests.context import RequestContext
-from services.requests.modules.store import ModuleStore
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.messages import Message
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
-from services.requests.parsing.answer import HARMONY, REASONING, TOOL_CALLS
-from services.requests.parsing.harmony import ANSWER
-from services.requests.record import ResponseRecord, choice_params, make_record
-from services.requests.schemas.prepare import Prepared
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.messages import Message
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.store.admission.admission import served_names
+from services.requests.store.modules.store import ModuleStore
+from services.requests.store.record import ResponseRecord, choice_params, make_record
+from services.requests.text.parsing.answer import HARMONY, REASONING, TOOL_CALLS
+from services.requests.text.parsing.harmony import ANSWER
+from services.requests.text.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid

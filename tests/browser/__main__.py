@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from services.compute.tools.make_vision_model import make_vision_model
+from services.modeltools.make_vision_model import make_vision_model
 from tests.browser import checks, looks
 from tests.browser.page import Page, open_browser
 from tests.browser.picture import record

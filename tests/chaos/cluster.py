@@ -20,8 +20,8 @@ import httpx
 import psutil
 import redis
 
-from services.compute.group.local import HANDLE
-from services.requests.tenants.api_keys import add_key
+from services.compute.ranks.group.local import HANDLE
+from services.requests.store.tenants.api_keys import add_key
 from shared.process.priority import run_behind
 from shared.wire.messages import decode
 from shared.wire.replica import Replica

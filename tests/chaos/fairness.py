@@ -27,7 +27,7 @@ from statistics import median
 
 import httpx
 
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from tests.chaos.floods import FLOODS
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment

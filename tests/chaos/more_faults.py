@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from services.requests.tenants.api_keys import add_key, revoke_key, rotate_key
+from services.requests.store.tenants.api_keys import add_key, revoke_key, rotate_key
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import Slot
 from tests.chaos.http_client import Broken, ask

@@ -3,8 +3,8 @@
 import os
 import time
 
-from services.requests.grammars import worker
-from services.requests.schemas.prepare import Prepared
+from services.requests.text.schemas.prepare import Prepared
+from services.requests.workers.grammars import worker
 from shared.model.constraint import Constraint
 from shared.process.plain import unpack
 from shared.process.worker import run_worker

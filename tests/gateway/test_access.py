@@ -25,8 +25,8 @@ from services.gateway.http import auth
 from services.gateway.http.auth import KeyRing
 from services.gateway.http.server import check_tls
 from services.operator import cli
-from services.requests.batches.store import MAX_RUNNING
-from services.requests.tenants.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
+from services.requests.store.batches.store import MAX_RUNNING
+from services.requests.store.tenants.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings
 from shared.wire.streams import quota_key, running_key

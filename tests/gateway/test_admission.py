@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 
 from services.operator.redis_server import start_server
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from shared.wire.messages import Control, RequestError
 from shared.wire.streams import tombstone_key
 from tests.conftest import answers, running_redis

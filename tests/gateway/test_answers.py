@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from services.requests.answers.sse import DONE
+from services.requests.text.answers.sse import DONE
 from shared.wire.messages import GenerateRequest, ToolCall
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage

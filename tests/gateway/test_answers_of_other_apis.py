@@ -9,7 +9,7 @@ import ollama
 import openai
 import pytest
 
-from services.requests.answers.sse import DONE
+from services.requests.text.answers.sse import DONE
 from shared.wire.messages import RequestError
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage

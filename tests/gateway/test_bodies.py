@@ -13,7 +13,7 @@ import pytest
 from bench.bodies import measure, shapes
 from services.gateway import bodies
 from services.gateway.http.bodies import names_of
-from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody
 from shared.process.errors import Invalid
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage

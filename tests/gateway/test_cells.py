@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.cells import SURPLUS, beginning_of, chosen, earlier_of
-from services.requests.cells import Cell, cells_of
-from services.requests.tenants.api_keys import add_key, read_keys
+from services.requests.store.cells import Cell, cells_of
+from services.requests.store.tenants.api_keys import add_key, read_keys
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings
 from shared.wire.streams import quota_key, running_key

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.requests.client import connect
+from services.requests.store.client import connect
 from shared.process.settings import GatewaySettings
 
 MOMENTS = 60  # turns of the event loop, in which a task has sent some commands

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import redis
 
-from services.requests.files.storage import Storage
-from services.requests.files.store import RESERVED_S, FileRecord, FileStore
+from services.requests.store.files.storage import Storage
+from services.requests.store.files.store import RESERVED_S, FileRecord, FileStore
 from shared.process.errors import Invalid
 from shared.wire.streams import uploads_key
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from services.requests.record import ResponseRecord
-from services.requests.responses import replay as replays
-from services.requests.responses import stored
-from services.requests.responses.stored import Store, Stored
+from services.requests.dialects.responses import replay as replays
+from services.requests.dialects.responses import stored
+from services.requests.dialects.responses.stored import Store, Stored
+from services.requests.store.record import ResponseRecord
 from shared.process.errors import Rejected
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent

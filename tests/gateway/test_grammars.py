@@ -3,21 +3,21 @@
 import asyncio
 
 import pytest
+from services.requests.workers import pool
 
-from services.requests.admission.admission import Admission
-from services.requests.client import connect
 from services.requests.context import RequestContext
-from services.requests.files.storage import Storage
-from services.requests.files.store import FileStore
-from services.requests.grammars import checker as grammars
-from services.requests.grammars import worker as grammar_worker
-from services.requests.grammars.checker import GrammarChecker
-from services.requests.helpers import pool
-from services.requests.images.fetch import ImageFetcher
-from services.requests.images.reader import ImageReader
 from services.requests.prepare import constraint_for
-from services.requests.tenants.limits import Caller
-from services.requests.tenants.tenant import Tenant
+from services.requests.store.admission.admission import Admission
+from services.requests.store.client import connect
+from services.requests.store.files.storage import Storage
+from services.requests.store.files.store import FileStore
+from services.requests.store.tenants.limits import Caller
+from services.requests.store.tenants.tenant import Tenant
+from services.requests.workers.grammars import checker as grammars
+from services.requests.workers.grammars import worker as grammar_worker
+from services.requests.workers.grammars.checker import GrammarChecker
+from services.requests.workers.images.fetch import ImageFetcher
+from services.requests.workers.images.reader import ImageReader
 from shared.model.constraint import Constraint, Kind
 from shared.process.errors import Invalid, Rejected
 from shared.process.plain import pack, unpack

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from services.operator.redis_server import default_memory, socket_path, start_server
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from shared.process.host_memory import total_host_memory
 from shared.wire.messages import RequestError
 from shared.wire.redis_memory import memory_of

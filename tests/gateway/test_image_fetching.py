@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 from PIL import Image as Pillow
 
-from services.requests.files.store import FileStore
-from services.requests.images import fetch
-from services.requests.images.fetch import ImageFetcher, is_public
-from services.requests.images.reader import ImageReader
-from services.requests.neutral.messages import Message
+from services.requests.dialects.openai.messages import Message
+from services.requests.store.files.store import FileStore
+from services.requests.workers.images import fetch
+from services.requests.workers.images.fetch import ImageFetcher, is_public
+from services.requests.workers.images.reader import ImageReader
 from shared.process.errors import Invalid
 
 

@@ -4,10 +4,10 @@ import asyncio
 
 import numpy as np
 
-from services.requests.admission.admission import UNSUBMITTED_TTL_S, Admission
-from services.requests.client import connect
-from services.requests.tenants.limits import Caller
-from services.requests.tenants.tenant import NOBODY
+from services.requests.store.admission.admission import UNSUBMITTED_TTL_S, Admission
+from services.requests.store.client import connect
+from services.requests.store.tenants.limits import Caller
+from services.requests.store.tenants.tenant import NOBODY
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import GatewaySettings
 from shared.wire.messages import GenerateRequest

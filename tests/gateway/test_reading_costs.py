@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from services.gateway.generation.places import MAX_FOLLOWERS_OF_ONE
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways

@@ -10,8 +10,8 @@ import redis.asyncio
 
 from services.jobs.asking import Asked, fold_choices
 from services.jobs.reading import read_answer
-from services.requests.grammars.answers import AnswerChecker
-from services.requests.record import read_response
+from services.requests.store.record import read_response
+from services.requests.workers.grammars.answers import AnswerChecker
 from shared.wire.messages import GenerateRequest
 from shared.wire.streams import response_key, response_of
 from tests.deployment import Deployment

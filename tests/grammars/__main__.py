@@ -22,8 +22,8 @@ import jsonschema
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.requests.schemas.prepare import prepare
-from services.requests.schemas.validate import problems_of
+from services.requests.text.schemas.prepare import prepare
+from services.requests.text.schemas.validate import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

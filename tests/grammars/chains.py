@@ -6,7 +6,7 @@ import sys
 import time
 
 from services.compute.candidates.compiled import GrammarCache
-from services.requests.schemas.prepare import prepare
+from services.requests.text.schemas.prepare import prepare
 from shared.model.constraint import MAX_TEXT, Constraint
 from shared.process.errors import Invalid
 from tests.grammars.generate import vocabulary

@@ -7,12 +7,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
-from services.compute.engine import Engine, build_engine
+from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.grammar import Vocabulary, load_vocabulary

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
-from services.requests.schemas.prepare import prepare
+from services.requests.text.schemas.prepare import prepare
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from tests.examples import examples

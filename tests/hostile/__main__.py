@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from shared.wire.streams import DEAD_LETTER
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cases import BROKEN, Case, make_cases

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.waiting import wait_until

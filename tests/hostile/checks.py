@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from services.requests.grammars.answers import CHECK_TIMEOUT_S
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
+from services.requests.workers.grammars.answers import CHECK_TIMEOUT_S
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cast import running
 from tests.waiting import wait_until

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cast import running
 from tests.waiting import wait_until

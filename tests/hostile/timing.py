@@ -12,7 +12,7 @@ from statistics import mean, variance
 
 import httpx
 
-from services.requests.tenants.api_keys import PREFIX
+from services.requests.store.tenants.api_keys import PREFIX
 
 ROUNDS = 600  # of one try of each
 DROPPED = 0.1  # the share of the slowest, which the machine made slow

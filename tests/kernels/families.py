@@ -35,12 +35,11 @@ from transformers import (
 )
 
 from services.compute.backends.choose import choose_backend
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.candidates.prompt_logprobs import prompt_logprobs as prompt_logprobs_of
 from services.compute.candidates.prompt_logprobs import score_prompts
-from services.compute.model_runner import Model, ModelRunner
+from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.models.transformers_model import load_transformers_model
@@ -48,6 +47,7 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.gguf_modules import load_gguf_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from services.compute.backends.choose import choose_backend, ranks_of_host
+from services.compute.backends.host_memory import shared_memory
 from services.compute.cache.kv_cache import KVCache
-from services.compute.group.commands import RunHead, RunStep, decode, encode
-from services.compute.host_memory import shared_memory
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
-from services.compute.parallel.ranks import GROUP_BYTES
-from services.compute.parallel.share import Share
-from services.compute.place import Place, load_decoder, make_runner, run_model
+from services.compute.ranks.group.commands import RunHead, RunStep, decode, encode
+from services.compute.ranks.parallel.ranks import GROUP_BYTES
+from services.compute.ranks.parallel.share import Share
+from services.compute.ranks.place import Place, load_decoder, make_runner, run_model
 from shared.model.files import ModelFiles, text_config
 from tests.kernels.backends import CPU
 

@@ -18,11 +18,11 @@ from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache import kv_cache
 from services.compute.cache.kv_cache import choose_num_blocks
-from services.compute.engine import build_engine
+from services.compute.loop.engine import build_engine
 from services.compute.models.architectures import read_config
 from services.compute.models.decoder import Decoder
-from services.compute.tools.calibration.perplexity import BLOCK_SIZE, whole_windows
 from services.compute.weights.loader import load_weights
+from services.modeltools.calibration.perplexity import BLOCK_SIZE, whole_windows
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.compute.engine import load_engine
+from services.compute.loop.engine import load_engine
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings

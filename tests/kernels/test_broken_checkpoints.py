@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from services.compute.engine import build_engine
+from services.compute.loop.engine import build_engine
 from services.compute.models.architectures import read_config
 from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights

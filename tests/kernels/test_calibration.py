@@ -18,14 +18,14 @@ from services.compute.backends.torch.reference import quantize_weight, rms_norm
 from services.compute.models.architectures import read_config
 from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
-from services.compute.tools.calibration.calibrate import calibrate, observe
-from services.compute.tools.calibration.perplexity import next_token_logs, perplexity
-from services.compute.tools.calibration.rounding import objectives, round_four_bit
-from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
-from services.compute.tools.calibration.simulation import Form, quantize_inputs, quantize_matrix
-from services.compute.tools.calibration.texts import default_text, read_windows, split
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.modeltools.calibration.calibrate import calibrate, observe
+from services.modeltools.calibration.perplexity import next_token_logs, perplexity
+from services.modeltools.calibration.rounding import objectives, round_four_bit
+from services.modeltools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
+from services.modeltools.calibration.simulation import Form, quantize_inputs, quantize_matrix
+from services.modeltools.calibration.texts import default_text, read_windows, split
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
@@ -284,7 +284,7 @@ def test_weights_that_were_written_by_half_are_no_weights(tmp_path: Path, monkey
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("services.compute.tools.out_folder.save_file", full_disk)
+        patched.setattr("services.modeltools.out_folder.save_file", full_disk)
         assert main(["quantize", "demo", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("the model can't be written: No space left on device")
     assert not list(tmp_path.glob("*.safetensors"))

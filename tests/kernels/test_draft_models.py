@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.compute.engine import build_engine
+from services.compute.loop.engine import build_engine
 from services.compute.speculation.draft_models import check_tokenizer
-from services.compute.tools.make_model import make_model
+from services.modeltools.make_model import make_model
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings, load_settings

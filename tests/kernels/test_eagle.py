@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.decoder import Decoder
 from services.compute.sequence import BlockTable, Request, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from services.compute.speculation import eagle
 from services.compute.speculation.eagle import EagleProposer
 from services.compute.speculation.eagle_file import EagleWeights, is_eagle, read_eagle

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.engine import build_engine
-from services.compute.model_runner import ModelRunner
-from services.compute.pooling import NOT_FINITE, pool
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.execution.pooling import NOT_FINITE, pool
+from services.compute.loop.engine import build_engine
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.compute.backends.choose import choose_backend
-from services.compute.fingerprint import HASHES, Fingerprint, _cached, fingerprint
+from services.compute.weights.fingerprint import HASHES, Fingerprint, _cached, fingerprint
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.prefix_hash import prefix_root
 from shared.process.settings import ComputeSettings
@@ -72,7 +72,7 @@ def test_contents_are_hashed_once(folder: Path) -> None:
 def test_processes_that_start_at_once_hash_once_also_in_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
     """Also as root, who may write into any folder: a folder of the hashes' name stands in the way."""
     (folder / HASHES).mkdir()
-    code = "import logging, sys; from services.compute.fingerprint import content_hashes; from shared.model.files import open_model; "
+    code = "import logging, sys; from services.compute.weights.fingerprint import content_hashes; from shared.model.files import open_model; "
     code += "logging.basicConfig(level='INFO'); print(content_hashes(open_model(sys.argv[1], weights=True)))"
     command, environment = (sys.executable, "-c", code, str(folder)), os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     pipe = subprocess.PIPE
@@ -87,7 +87,7 @@ def test_hashes_in_the_cache_are_found_beside_old_ones_in_a_folder_that_is_read_
     before = fingerprint_of(folder)
     (folder / HASHES).replace(_cached(folder))
     (folder / HASHES).write_text(json.dumps({"model.safetensors": [[1, 2, 3, 4], "0" * 64]}))
-    monkeypatch.setattr("services.compute.fingerprint._hash", pytest.fail)
+    monkeypatch.setattr("services.compute.weights.fingerprint._hash", pytest.fail)
     assert fingerprint_of(folder) == before
 
 

@@ -9,8 +9,8 @@ import torch
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from services.compute.backends.choose import choose_backend
-from services.compute.fingerprint import content_hashes, fingerprint
 from services.compute.models.architectures import read_config
+from services.compute.weights.fingerprint import content_hashes, fingerprint
 from services.compute.weights.loader import load_weights
 from services.compute.weights.sizes import sizes_of
 from services.operator.preflight import weights_bytes

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.matrix import Dense
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from services.compute.speculation.medusa import MedusaHeads, MedusaProposer, guess
 from services.compute.speculation.medusa_file import HeadWeights, read_medusa
 from services.compute.speculation.proposer import Wanted

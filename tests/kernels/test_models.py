@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from services.compute.backends.cpu.library import VARIABLE
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.engine import build_engine
+from services.compute.loop.engine import build_engine
 from services.compute.models.architectures import read_config
 from services.compute.models.rope import read_rope
 from services.compute.weights.loader import load_weights

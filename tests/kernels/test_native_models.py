@@ -10,7 +10,7 @@ from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.stack import NativeStack
 from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
-from services.compute.tools.quantize import quantize
+from services.modeltools.quantize import quantize
 from shared.model.files import DEMO_MODEL
 from tests.kernels.families import SIZES, Engine, reference_model
 

@@ -23,12 +23,12 @@ from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.moe import Expert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
-from services.compute.parallel.heads import heads_of
-from services.compute.parallel.share import Portion, Share
-from services.compute.tools.quantize import quantize
+from services.compute.ranks.parallel.heads import heads_of
+from services.compute.ranks.parallel.share import Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_parts
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.modeltools.quantize import quantize
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.gguf.parts import read_model
 from shared.process.errors import StartupError

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.compute import model_runner
 from services.compute.backends.backend import RowSearch
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logprobs, score_prompts, score_rows
+from services.compute.execution import model_runner
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.wire.logprobs import PromptLogprobs

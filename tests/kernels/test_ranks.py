@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from services.compute.backends.cpu.library import open_context
 from services.compute.models.config import Packed
-from services.compute.tools.quantize import quantize
+from services.modeltools.quantize import quantize
 from shared.model.files import ModelFiles, open_model
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 from tests.kernels.gguf_files import Kind, Writer

@@ -11,11 +11,11 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig
 
 from services.compute.backends.cpu.library import VARIABLE
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.sequence import Prefix, Request, RowKey, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.files import open_model
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.messages import encode

@@ -12,9 +12,9 @@ from services.compute.backends.cpu.library import open_context
 from services.compute.backends.cpu.moving import move_in, move_out
 from services.compute.backends.matrix import Dense, Joined
 from services.compute.backends.torch.reference import quantize_weight
-from services.compute.group.commands import Kept, decode, encode
 from services.compute.models.config import Packed
-from services.compute.tools.quantize import quantize
+from services.compute.ranks.group.commands import Kept, decode, encode
+from services.modeltools.quantize import quantize
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from tests.kernels.backends import native_backend

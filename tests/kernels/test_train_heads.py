@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from services.compute.speculation.medusa_file import read_medusa
-from services.compute.tools.heads.answers import Answers
-from services.compute.tools.heads.prompts import read_prompts
-from services.compute.tools.heads.training import WINDOW, Heads, Recipe, _step, accuracy, likeliest_tokens, train
+from services.modeltools.heads.answers import Answers
+from services.modeltools.heads.prompts import read_prompts
+from services.modeltools.heads.training import WINDOW, Heads, Recipe, _step, accuracy, likeliest_tokens, train
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError

@@ -7,7 +7,7 @@ import yaml
 
 from services.gateway.telemetry.metrics import Metrics
 from services.gateway.telemetry.pipeline_state import PipelineState
-from services.requests.batches.figures import BatchFigures
+from services.requests.store.batches.figures import BatchFigures
 from shared.process.stage_settings import StageSettings
 from shared.wire.replica import Replica
 from shared.wire.stage import Stage

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import services.compute.models.transformers_model
 import services.compute.weights.gguf_modules  # noqa: F401
-from services.compute.batch import ScheduledBatch
-from services.compute.engine import Engine, build_engine
+from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.crc import key_slot
 
-from services.requests.cells import Cell
+from services.requests.store.cells import Cell
 from shared.wire.streams import inflight_key
 from tests.clusters import Clustered, running_cluster
 from tests.deployment import MODEL, Deployment

@@ -14,11 +14,11 @@ import redis
 from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import sweep
 from services.jobs.worker import run_slice
-from services.requests.batches.store import BatchRecord, BatchStore
-from services.requests.client import connect
-from services.requests.files.storage import Storage
-from services.requests.files.store import FileRecord, FileStore
-from services.requests.tenants.tenant import EVERYBODY
+from services.requests.store.batches.store import BatchRecord, BatchStore
+from services.requests.store.client import connect
+from services.requests.store.files.storage import Storage
+from services.requests.store.files.store import FileRecord, FileStore
+from services.requests.store.tenants.tenant import EVERYBODY
 from shared.process.errors import Invalid
 from shared.process.settings import JobsSettings
 from shared.wire.stage import Stage

@@ -17,10 +17,10 @@ import redis
 from services.jobs.run import MAX_BEGUN, BatchRun
 from services.jobs.runtime import JobsRuntime
 from services.jobs.worker import run_slice
-from services.requests.batches.store import BatchRecord, BatchStore
-from services.requests.client import connect
-from services.requests.files.store import FileRecord
-from services.requests.tenants.tenant import EVERYBODY
+from services.requests.store.batches.store import BatchRecord, BatchStore
+from services.requests.store.client import connect
+from services.requests.store.files.store import FileRecord
+from services.requests.store.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
 from shared.wire.job_queue import make_queue, send_batch
 from shared.wire.stage import Stage

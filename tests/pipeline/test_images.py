@@ -17,7 +17,7 @@ import httpx
 import ollama
 import pytest
 
-from services.compute.tools.make_vision_model import make_vision_model
+from services.modeltools.make_vision_model import make_vision_model
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.kernels.vision_models import picture

@@ -13,7 +13,7 @@ import ollama
 import pytest
 
 from services.gateway.api.ollama.routes import rounded
-from services.gateway.api.ollama.schemas import read_messages
+from services.requests.dialects.ollama.schemas import read_messages
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.test_openai_client import ANSWER
 

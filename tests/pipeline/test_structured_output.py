@@ -238,7 +238,7 @@ def helper(demo: Deployment) -> Iterator[psutil.Process]:
     """The gateway's process that checks grammars."""
     ask(demo, max_tokens=1, extra_body={"guided_regex": "a"})
     gateway = psutil.Process(next(process.pid for name, process in demo.processes.items() if name.startswith("gateway")))
-    [found] = [each for each in gateway.children() if "services.requests.grammars.worker" in each.cmdline()]
+    [found] = [each for each in gateway.children() if "services.requests.workers.grammars.worker" in each.cmdline()]
     yield found
 
 

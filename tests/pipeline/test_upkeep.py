@@ -17,9 +17,9 @@ import redis
 from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
-from services.requests.batches.figures import queue_note
-from services.requests.batches.store import BatchRecord
-from services.requests.tenants.tenant import EVERYBODY
+from services.requests.store.batches.figures import queue_note
+from services.requests.store.batches.store import BatchRecord
+from services.requests.store.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
 from shared.wire.messages import decode_record
 from shared.wire.registry import Registry

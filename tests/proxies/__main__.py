@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import orjson
 
-from services.requests.tenants.api_keys import add_key
+from services.requests.store.tenants.api_keys import add_key
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment, free_port
 from tests.waiting import wait_until

@@ -18,13 +18,13 @@ from typing import NoReturn
 import torch
 
 from services.compute import __main__ as compute
-from services.compute import engine
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduction
-from services.compute.engine import Engine, build_engine
-from services.compute.executor import DrawnTokens
-from services.compute.group.ends import Group
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.executor import DrawnTokens
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.loop import engine
+from services.compute.loop.engine import Engine, build_engine
+from services.compute.ranks.group.ends import Group
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 from shared.wire import registry

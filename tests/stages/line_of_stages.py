@@ -14,15 +14,15 @@ import pytest
 import redis
 from tokenizers import Tokenizer
 
-from services.compute import admit
-from services.compute import service as compute_service
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates import matcher
-from services.compute.engine import Engine, build_engine
 from services.compute.exchange import inbox
+from services.compute.intake import admit
+from services.compute.loop import service as compute_service
+from services.compute.loop.engine import Engine, build_engine
+from services.compute.loop.service import ComputeService
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.policy import StepPolicy
-from services.compute.service import ComputeService
+from services.compute.sequence.batch import ScheduledBatch
 from services.sampler import service as sampler_service
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService

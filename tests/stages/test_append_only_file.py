@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from services.requests.admission.append_only_file import AppendOnlyFile
+from services.requests.store.admission.append_only_file import AppendOnlyFile
 from tests.chaos.store import Store
 
 ROOM = 1000  # bytes that fit on the disk

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
-from services.compute.place import ALONE
+from services.compute.ranks.place import ALONE
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import TargetKV
 from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.compute.batch import ScheduledBatch
 from services.compute.sequence import RowKey
+from services.compute.sequence.batch import ScheduledBatch
 from shared.wire.messages import EmbeddingParams
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.compute import admit
-from services.compute.engine import build_engine
-from services.compute.service import ComputeService
-from services.requests.answers.choice import Choice
-from services.requests.answers.formats import fingerprint_field
+from services.compute.intake import admit
+from services.compute.loop.engine import build_engine
+from services.compute.loop.service import ComputeService
+from services.requests.text.answers.choice import Choice
+from services.requests.text.answers.formats import fingerprint_field
 from shared.process.settings import ComputeSettings
 from shared.wire.load import Load
 from shared.wire.messages import TokenEvent

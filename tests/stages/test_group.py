@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from services.compute.group.identity import Hello, hello_of
-from services.compute.group.remote import connect_to_first, gather_ranks
+from services.compute.ranks.group.identity import Hello, hello_of
+from services.compute.ranks.group.remote import connect_to_first, gather_ranks
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from tests.deployment import free_port
@@ -324,7 +324,7 @@ def test_a_rank_of_another_kind_is_refused_on_both_sides_before_it_loads(change:
     def other_hello(settings: ComputeSettings, rank: int, use: str = "commands") -> Hello:
         return replace(ours, rank=rank, use=use, **(changed if rank else {}))
 
-    monkeypatch.setattr("services.compute.group.remote.hello_of", other_hello)
+    monkeypatch.setattr("services.compute.ranks.group.remote.hello_of", other_hello)
     errors: list[str] = []
     thread = join(settings, 1, errors)
     with pytest.raises(StartupError, match=line):
@@ -374,7 +374,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_can_not_be_run_is_said(tmp_path: Path) -> None:
-    begin = "from services.compute.group.launch import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
+    begin = "from services.compute.ranks.group.launch import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
     for command, code, line in (
         ("['sh', '-c', 'exit 2']", 2, r"penstock: rank 1 of 2 \(pid \d+\) died while it started: exit code 2"),
         ("['sh', '-c', 'kill -9 $$']", 1, r"the group ends reason='rank 1 of 2 \(pid \d+\) died while it started: signal 9 \(SIGKILL\)'"),

@@ -18,17 +18,17 @@ import msgpack
 import pytest
 import torch
 
-from services.compute.fingerprint import with_drafts
-from services.compute.group.channel import FRAME, Channel, send_frame
-from services.compute.group.commands import Rendezvous
-from services.compute.group.ends import Group, Member
-from services.compute.group.identity import LONGEST_HELLO, MAGIC, hello_of
-from services.compute.group.peer import Peer
-from services.compute.group.remote import HELLO_S, connect_to_first, gather_ranks
 from services.compute.models.architectures import read_config
-from services.compute.parallel.distributed import LOOPBACK, listen, refuse_shared_device
-from services.compute.parallel.stage import PipelineStage
-from services.compute.place import Place, connect
+from services.compute.ranks.group.channel import FRAME, Channel, send_frame
+from services.compute.ranks.group.commands import Rendezvous
+from services.compute.ranks.group.ends import Group, Member
+from services.compute.ranks.group.identity import LONGEST_HELLO, MAGIC, hello_of
+from services.compute.ranks.group.peer import Peer
+from services.compute.ranks.group.remote import HELLO_S, connect_to_first, gather_ranks
+from services.compute.ranks.parallel.distributed import LOOPBACK, listen, refuse_shared_device
+from services.compute.ranks.parallel.stage import PipelineStage
+from services.compute.ranks.place import Place, connect
+from services.compute.weights.fingerprint import with_drafts
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError, Unready
 from shared.process.settings import ComputeSettings
@@ -132,7 +132,7 @@ MEET = """
 import sys
 from datetime import timedelta
 import psutil, torch, torch.distributed
-from services.compute.parallel.distributed import choose_interface, join, listen, meet_at
+from services.compute.ranks.parallel.distributed import choose_interface, join, listen, meet_at
 rank, port, device, wait = int(sys.argv[1]), int(sys.argv[2]), torch.device("cpu"), timedelta(seconds=float(sys.argv[3]))
 choose_interface("127.0.0.1")
 store = join("127.0.0.1", port, wait) if rank else listen("127.0.0.1", wait)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.compute.batch import BatchRow
 from services.compute.cache.kv_cache import KVCache
-from services.compute.engine import build_engine
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.loop.engine import build_engine
 from services.compute.models.decoder import Decoder
+from services.compute.sequence.batch import BatchRow
 from services.compute.speculation.eagle import EagleProposer
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.medusa import MedusaProposer

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import redis
 
-from services.compute.admit import is_prepared
 from services.compute.cache.block_manager import BlockManager
-from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
+from services.compute.intake.admit import is_prepared
+from services.compute.intake.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler

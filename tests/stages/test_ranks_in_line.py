@@ -16,11 +16,11 @@ import torch.distributed
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from services.compute.batch import ScheduledBatch
-from services.compute.engine import Engine, build_engine
-from services.compute.executor import DrawnTokens
-from services.compute.group.launch import open_group
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.executor import DrawnTokens
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.loop.engine import Engine, build_engine
+from services.compute.ranks.group.launch import open_group
+from services.compute.sequence.batch import ScheduledBatch
 from services.operator.model_store import DEFAULT_MODEL
 from shared.model.files import PULLED_MODELS, ModelFiles, open_model
 from shared.process.settings import ComputeSettings, environment_of

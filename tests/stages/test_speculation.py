@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.compute.batch import ScheduledBatch
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.policy import StepPolicy
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.proposer import Drafts, Proposer, Wanted

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.compute.parallel.distributed import DistributedRanks
+from services.compute.ranks.parallel.distributed import DistributedRanks
 from shared.wire.messages import GenerateRequest, SchedulingParams, encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis

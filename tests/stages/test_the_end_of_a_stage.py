@@ -39,7 +39,10 @@ def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, red
 
 
 TEMPLATE = b'["{{ x }}", {}, 20.0]'
-HELPERS = [("services.tokenizer.template_worker", struct.pack("<Q", len(TEMPLATE)) + TEMPLATE), ("services.requests.grammars.worker", QUESTION.pack(1.0, 0))]
+HELPERS = [
+    ("services.tokenizer.template_worker", struct.pack("<Q", len(TEMPLATE)) + TEMPLATE),
+    ("services.requests.workers.grammars.worker", QUESTION.pack(1.0, 0)),
+]
 
 
 @pytest.mark.parametrize(("helper", "question"), HELPERS)

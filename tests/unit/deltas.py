@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from services.requests.answers.answer import Call, CallDelta, Delta
-from services.requests.answers.choice import Usage
+from services.requests.text.answers.answer import Call, CallDelta, Delta
+from services.requests.text.answers.choice import Usage
 
 USAGE = Usage(num_prompt_tokens=3, num_cached_tokens=1, num_output_tokens=4)
 

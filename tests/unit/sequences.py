@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, TokenCounts, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12

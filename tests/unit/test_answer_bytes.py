@@ -9,17 +9,17 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.api.ollama import lines
-from services.gateway.api.ollama.lines import OllamaLines
-from services.requests.answers.choice import Choice, usage_of
-from services.requests.answers.formats import format_for
-from services.requests.answers.frames import Frames, is_plain
-from services.requests.answers.sse import encode_event
-from services.requests.answers.translate import Fold, Translation
-from services.requests.anthropic.events import MessageEvents
-from services.requests.parsing.answer import Parsing
-from services.requests.record import ResponseRecord
-from services.requests.responses.events import ResponseEvents
+from services.requests.dialects.anthropic.events import MessageEvents
+from services.requests.dialects.ollama import lines
+from services.requests.dialects.ollama.lines import OllamaLines
+from services.requests.dialects.responses.events import ResponseEvents
+from services.requests.store.record import ResponseRecord
+from services.requests.text.answers.choice import Choice, usage_of
+from services.requests.text.answers.formats import format_for
+from services.requests.text.answers.frames import Frames, is_plain
+from services.requests.text.answers.sse import encode_event
+from services.requests.text.answers.translate import Fold, Translation
+from services.requests.text.parsing.answer import Parsing
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from services.gateway.api.anthropic.batches import result_of
-from services.requests.answers.answer import Delta
-from services.requests.answers.translate import is_broken_off
-from services.requests.anthropic.blocks import read_messages
-from services.requests.anthropic.chat import chat_of
-from services.requests.anthropic.events import MessageEvents
-from services.requests.anthropic.schemas import MessagesBody
 from services.requests.bodies.parse import parse
-from services.requests.record import make_record
+from services.requests.dialects.anthropic.blocks import read_messages
+from services.requests.dialects.anthropic.chat import chat_of
+from services.requests.dialects.anthropic.events import MessageEvents
+from services.requests.dialects.anthropic.schemas import MessagesBody
+from services.requests.store.record import make_record
+from services.requests.text.answers.answer import Delta
+from services.requests.text.answers.translate import is_broken_off
 from shared.process.errors import Invalid
 from shared.wire.messages import RequestError
 from tests.unit.deltas import USAGE, begun, call, chats, last_arguments

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.compute.simulation.__main__ import simulate
 from services.operator.cli import main
+from services.simulator.__main__ import simulate
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from services.jobs import blocks
 from services.jobs.blocks import Block, OpenBlocks
 from services.jobs.output import Answer, find_parts, spool_folder
-from services.requests.batches.store import Totals
-from services.requests.files.storage import Storage
+from services.requests.store.batches.store import Totals
+from services.requests.store.files.storage import Storage
 
 NUM_LINES, NUM_BYTES = 10, 1000
 

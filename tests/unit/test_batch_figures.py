@@ -8,10 +8,10 @@ import pytest
 import redis.asyncio
 
 from services.jobs.upkeep import backlog_of
-from services.requests.batches import store as stores
-from services.requests.batches.figures import BatchFigures, queue_backlog
-from services.requests.batches.store import BatchRecord, BatchStore
-from services.requests.tenants.tenant import EVERYBODY
+from services.requests.store.batches import store as stores
+from services.requests.store.batches.figures import BatchFigures, queue_backlog
+from services.requests.store.batches.store import BatchRecord, BatchStore
+from services.requests.store.tenants.tenant import EVERYBODY
 from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING
 from tests.conftest import running_redis
 

@@ -11,8 +11,8 @@ import pytest
 from services.jobs.asking import ask_completion
 from services.jobs.input import check_input, read_block, read_index, weight_of
 from services.jobs.output import answered
-from services.requests.batches.store import Totals
-from services.requests.files.storage import Storage
+from services.requests.store.batches.store import Totals
+from services.requests.store.files.storage import Storage
 from shared.process.errors import Invalid
 
 

@@ -9,9 +9,9 @@ import redis
 from services.jobs.asking import Asked
 from services.jobs.run import BatchRun
 from services.jobs.runtime import JobsRuntime
-from services.requests.batches.store import Batch, BatchRecord
-from services.requests.record import make_record
-from services.requests.tenants.tenant import Tenant
+from services.requests.store.batches.store import Batch, BatchRecord
+from services.requests.store.record import make_record
+from services.requests.store.tenants.tenant import Tenant
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import JobsSettings
 from shared.wire.messages import GenerateRequest

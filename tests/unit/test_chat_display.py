@@ -5,8 +5,8 @@ import io
 import pyte
 import pytest
 
-from services.chat import display
-from services.chat.display import PlainDisplay, TerminalDisplay, make_console, settled_markdown
+from services.operator.chat import display
+from services.operator.chat.display import PlainDisplay, TerminalDisplay, make_console, settled_markdown
 
 ANSWER = """# Rivers
 

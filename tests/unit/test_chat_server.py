@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.chat import server as chat_server
-from services.chat.chat import Chat, ChatOptions
-from services.chat.conversation import Conversation
-from services.chat.display import PlainDisplay
-from services.chat.server import ChatError, Piece, Server, Usage
+from services.operator.chat import server as chat_server
+from services.operator.chat.chat import Chat, ChatOptions
+from services.operator.chat.conversation import Conversation
+from services.operator.chat.display import PlainDisplay
+from services.operator.chat.server import ChatError, Piece, Server, Usage
 from shared.process.errors import StartupError
 
 MESSAGES: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}

@@ -11,25 +11,25 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.api.llamacpp.schemas import LlamaCompletionBody, LlamaEmbeddingBody
-from services.gateway.api.ollama.schemas import OllamaChatBody, OllamaGenerateBody
 from services.gateway.bodies import BODIES
-from services.requests.answers.answer import input_of
-from services.requests.answers.translate import arguments_of, is_broken_off
-from services.requests.anthropic import chat as anthropic_chat
-from services.requests.anthropic.schemas import CountTokensBody
-from services.requests.batches.lines import read_line
 from services.requests.bodies.parse import MAX_BODY_DEPTH, parse
-from services.requests.neutral.schemas import ChatCompletionBody, GenerateBody
-from services.requests.neutral.translate import make_chat
-from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
-from services.requests.parsing.json_scanner import JsonScanner
-from services.requests.parsing.pieces import Piece, merged
-from services.requests.responses import chat as responses_chat
-from services.requests.responses.schemas import ResponseBody
-from services.requests.responses.stored import Stored
-from services.requests.schemas.prepare import prepare
-from services.requests.schemas.validate import problems_of
+from services.requests.dialects.anthropic import chat as anthropic_chat
+from services.requests.dialects.anthropic.schemas import CountTokensBody
+from services.requests.dialects.llamacpp.schemas import LlamaCompletionBody, LlamaEmbeddingBody
+from services.requests.dialects.ollama.schemas import OllamaChatBody, OllamaGenerateBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, GenerateBody
+from services.requests.dialects.openai.translate import make_chat
+from services.requests.dialects.responses import chat as responses_chat
+from services.requests.dialects.responses.schemas import ResponseBody
+from services.requests.dialects.responses.stored import Stored
+from services.requests.store.batches.lines import read_line
+from services.requests.text.answers.answer import input_of
+from services.requests.text.answers.translate import arguments_of, is_broken_off
+from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
+from services.requests.text.parsing.json_scanner import JsonScanner
+from services.requests.text.parsing.pieces import Piece, merged
+from services.requests.text.schemas.prepare import prepare
+from services.requests.text.schemas.validate import problems_of
 from shared.model.constraint import Constraint
 from shared.model.json_text import MAX_DEPTH, MAX_DIGITS, TooDeep, check_depth, check_text, read_json, write_json
 from shared.process.errors import Invalid

@@ -13,15 +13,15 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost
-from services.compute.simulation.fleet import Fleet, Run
-from services.compute.simulation.machine import Measured
-from services.compute.simulation.policy import DOWN, SYNC_S, UP, Autoscaler, Limit, Policy, Trigger, proposal, read_policy
-from services.compute.simulation.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
-from services.compute.simulation.report import Limits, figures
-from services.compute.simulation.roofline import Work
-from services.compute.simulation.simulator import replay
-from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
 from services.operator.cli import main
+from services.simulator.fleet import Fleet, Run
+from services.simulator.machine import Measured
+from services.simulator.policy import DOWN, SYNC_S, UP, Autoscaler, Limit, Policy, Trigger, proposal, read_policy
+from services.simulator.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
+from services.simulator.report import Limits, figures
+from services.simulator.roofline import Work
+from services.simulator.simulator import replay
+from services.simulator.trace import TraceRequest, load_trace, with_rate
 from shared.process.errors import StartupError
 
 MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/keda/scaled.yaml"

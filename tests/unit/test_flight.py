@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.compute.backends.torch.row_search import TorchRowSearch
-from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import begin_reduction, reduce
-from services.compute.executor import DrawnTokens
-from services.compute.flight import Flight, collect, launch, rows_still_valid
+from services.compute.execution.executor import DrawnTokens
+from services.compute.loop.flight import Flight, collect, launch, rows_still_valid
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.sequence import PENDING, Request, Sequence, Tokens
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
 from tests.examples import examples
@@ -148,7 +148,7 @@ class FlightMachine(RuleBasedStateMachine):
         return found
 
     def run_step(self) -> bool:
-        """As services/compute/service.py does it."""
+        """As services/compute/loop/service.py does it."""
         if self.flight is not None and (self.flight.batch.num_drafts or self.rng.random() < 0.2):
             self.collect(self.flight)
         batch = self.scheduler.schedule(self.policy)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.goodput import MLPERF, PRECISION, Limits, at_rate, conversations, highest_rate, scaled, try_rate, window
 from bench.served import Answer, summarize
 from bench.texts import Prose
-from services.compute.simulation.trace import TraceRequest
+from services.simulator.trace import TraceRequest
 from shared.model.files import DEMO_MODEL
 from shared.process.errors import StartupError
 

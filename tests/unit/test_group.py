@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.group.channel import FRAME, LONGEST, Channel
-from services.compute.group.commands import COMMANDS, PROTOCOL, Loaded, RunStep, _layout, decode, encode
-from services.compute.group.cores import divide, divide_cores, parse_numbers
+from services.compute.ranks.group.channel import FRAME, LONGEST, Channel
+from services.compute.ranks.group.commands import COMMANDS, PROTOCOL, Loaded, RunStep, _layout, decode, encode
+from services.compute.ranks.group.cores import divide, divide_cores, parse_numbers
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.vision.images import ImageRun
 from shared.process.errors import Invalid, StartupError
 from shared.process.group_settings import split_address

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.compute.parallel.heads import HeadsOfRank, divide_heads
+from services.compute.ranks.parallel.heads import HeadsOfRank, divide_heads
 
 counts, sizes = st.integers(1, 12), st.integers(1, 40)
 

@@ -19,11 +19,11 @@ from services.gateway import bodies
 from services.gateway.http.bodies import models, names_of
 from services.requests.bodies.content import Content, GivenImage
 from services.requests.bodies.parse import parse
-from services.requests.grammars import answers
-from services.requests.grammars.answers import AnswerChecker
-from services.requests.helpers.pool import SIZE, HelperFailed, HelperPool
-from services.requests.modules.schemas import PromptModulesBody
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
+from services.requests.store.modules.schemas import PromptModulesBody
+from services.requests.workers.grammars import answers
+from services.requests.workers.grammars.answers import AnswerChecker
+from services.requests.workers.pool import SIZE, HelperFailed, HelperPool
 from shared.process.errors import Invalid, Rejected
 from shared.process.plain import Unreadable, pack, unpack
 from shared.process.worker import QUESTION, REPLY, Outcome
@@ -128,7 +128,7 @@ def test_what_takes_long_is_answered_where_the_helper_may_not_raise_its_priority
     """As it is for all users but root, in a process that was begun at a niceness."""
     code = f"""
 import asyncio
-from services.requests.helpers.pool import HelperPool
+from services.requests.workers.pool import HelperPool
 
 async def ask() -> None:
     pool = HelperPool({MODULE!r}, "testing", 64, 60.0)

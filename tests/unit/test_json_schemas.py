@@ -17,11 +17,11 @@ import pydantic
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from services.requests.grammars import answers
-from services.requests.grammars.answers import AnswerChecker
-from services.requests.neutral.schemas import ChatCompletionBody
-from services.requests.schemas.prepare import Prepared, prepare
-from services.requests.schemas.validate import problems_of
+from services.requests.dialects.openai.schemas import ChatCompletionBody
+from services.requests.text.schemas.prepare import Prepared, prepare
+from services.requests.text.schemas.validate import problems_of
+from services.requests.workers.grammars import answers
+from services.requests.workers.grammars.answers import AnswerChecker
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

@@ -11,7 +11,7 @@ from gguf import GGUFReader, GGUFWriter
 from services.operator import model_store
 from services.operator.model_store import pull
 from services.requests.bodies.parse import parse
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.prepare import with_model_defaults
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.gguf.config import make_generation_config

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.nano_batches import Step, Work, attention, bound, products
-from services.compute.simulation.models import MODELS
+from services.simulator.models import MODELS
 
 
 def test_bytes_and_operations_by_hand() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from services.requests.bodies.body import ANYTHING, OF_CHATS, OF_COMPLETIONS, OF_MESSAGES, Body
 from services.requests.bodies.parse import parse
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 

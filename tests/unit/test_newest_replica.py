@@ -12,10 +12,10 @@ from rich.console import Console
 
 from services.gateway import app
 from services.operator.status import Status, render
-from services.requests.admission.admission import Admission
-from services.requests.files.storage import Storage
 from services.requests.prepare import embedder, fingerprint_of, makers_sampling, parsers_of
-from services.requests.tenants.tenant import EVERYBODY
+from services.requests.store.admission.admission import Admission
+from services.requests.store.files.storage import Storage
+from services.requests.store.tenants.tenant import EVERYBODY
 from shared.process.errors import Invalid
 from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
 from shared.wire.replica import Replica

@@ -5,10 +5,10 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.api.ollama.lines import OllamaLines
-from services.requests.answers.answer import Delta
-from services.requests.answers.translate import is_broken_off
-from services.requests.record import make_record
+from services.requests.dialects.ollama.lines import OllamaLines
+from services.requests.store.record import make_record
+from services.requests.text.answers.answer import Delta
+from services.requests.text.answers.translate import is_broken_off
 from tests.unit.deltas import USAGE, begun, call, chats, last_arguments
 from tests.unit.deltas import end as ended
 

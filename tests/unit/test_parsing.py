@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
-from services.requests.parsing.json_scanner import JsonScanner
-from services.requests.parsing.pieces import Piece, merged
+from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
+from services.requests.text.parsing.json_scanner import JsonScanner
+from services.requests.text.parsing.pieces import Piece, merged
 from tests.examples import examples
 
 NAMES = ("get_weather", "add", "f")

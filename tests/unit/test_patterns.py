@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.requests.schemas.expressions import written
-from services.requests.schemas.prepare import prepare
-from services.requests.schemas.validate import problems_of
+from services.requests.text.schemas.expressions import written
+from services.requests.text.schemas.prepare import prepare
+from services.requests.text.schemas.validate import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

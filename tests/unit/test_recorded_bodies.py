@@ -6,20 +6,20 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.api.llamacpp.schemas import InfillBody
-from services.requests.answers.answer import Answer
-from services.requests.answers.formats import delta_fields, message_fields
-from services.requests.anthropic.chat import chat_of as message_chat
-from services.requests.anthropic.schemas import MessagesBody
 from services.requests.bodies.body import Body
 from services.requests.bodies.ignored import collecting, pass_over
 from services.requests.bodies.parse import check, parse
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
-from services.requests.record import make_record
-from services.requests.responses.chat import chat_of as response_chat
-from services.requests.responses.events import ResponseEvents
-from services.requests.responses.schemas import ResponseBody
-from services.requests.responses.tools import chat_name
+from services.requests.dialects.anthropic.chat import chat_of as message_chat
+from services.requests.dialects.anthropic.schemas import MessagesBody
+from services.requests.dialects.llamacpp.schemas import InfillBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
+from services.requests.dialects.responses.chat import chat_of as response_chat
+from services.requests.dialects.responses.events import ResponseEvents
+from services.requests.dialects.responses.schemas import ResponseBody
+from services.requests.dialects.responses.tools import chat_name
+from services.requests.store.record import make_record
+from services.requests.text.answers.answer import Answer
+from services.requests.text.answers.formats import delta_fields, message_fields
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from tests.unit.deltas import USAGE

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from services.requests.answers.answer import Delta
-from services.requests.record import make_record
-from services.requests.responses.events import ResponseEvents
-from services.requests.responses.items import messages_of, read_input, with_ids
+from services.requests.dialects.responses.events import ResponseEvents
+from services.requests.dialects.responses.items import messages_of, read_input, with_ids
+from services.requests.store.record import make_record
+from services.requests.text.answers.answer import Delta
 from shared.wire.logprobs import TokenLogprob
 from shared.wire.messages import RequestError
 from tests.unit.deltas import USAGE, begun, chats, content

@@ -9,7 +9,7 @@ import pytest
 from services.gateway.bodies import BODIES
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 from shared.process.errors import Invalid
 
 CHAT: list[Any] = [{"role": "user", "content": "x"}]

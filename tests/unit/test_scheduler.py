@@ -4,13 +4,13 @@ from collections.abc import Collection
 
 import pytest
 
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import RETRY_EVERY, Scheduler
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.segments import Layout, Segment
 from tests.unit.sequences import counted, handles_of, make_scheduler, make_sequence
 

@@ -16,7 +16,6 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
@@ -25,6 +24,7 @@ from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.verdict import Begin
 from services.compute.sequence import ScoredTokens, Sequence
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.prefix_hash import prefix_root
 from shared.model.segments import HOLE, Layout, Segment
 from tests.examples import examples

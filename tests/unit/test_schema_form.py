@@ -7,9 +7,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.requests.schemas.form import NoSchema, normalize
-from services.requests.schemas.prepare import Prepared, prepare
-from services.requests.schemas.validate import problems_of
+from services.requests.text.schemas.form import NoSchema, normalize
+from services.requests.text.schemas.prepare import Prepared, prepare
+from services.requests.text.schemas.validate import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from services.compute.readers import Readers
+from services.compute.intake.readers import Readers
 from shared.process.stage_settings import StageSettings
 from shared.wire.entries import RELEASED_MS
 from shared.wire.registry import BLIND_AFTER_S, LEASE_S, Registry, follow

@@ -10,16 +10,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.compute.models.config import ModelConfig
-from services.compute.parallel.share import Share
-from services.compute.parallel.stage import PipelineStage
-from services.compute.place import Place
-from services.compute.simulation.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
-from services.compute.simulation.models import MODELS, ModelShape, Part, part_of
-from services.compute.simulation.replica import StepLimits
-from services.compute.simulation.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, longest, weight_bytes
-from services.compute.simulation.table import PUBLISHED, Case, simulate_line, simulate_published
-from services.compute.simulation.trace import load_trace
+from services.compute.ranks.parallel.share import Share
+from services.compute.ranks.parallel.stage import PipelineStage
+from services.compute.ranks.place import Place
 from services.operator.cli import main
+from services.simulator.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
+from services.simulator.models import MODELS, ModelShape, Part, part_of
+from services.simulator.replica import StepLimits
+from services.simulator.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, longest, weight_bytes
+from services.simulator.table import PUBLISHED, Case, simulate_line, simulate_published
+from services.simulator.trace import load_trace
 from shared.process.errors import StartupError
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.output_lengths import OutputLengths
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost, StepCostFit
-from services.compute.simulation.hardware import HARDWARE
-from services.compute.simulation.models import MODELS, find_model
-from services.compute.simulation.roofline import Roofline, Work, kv_tokens
-from services.compute.simulation.simulator import replay
-from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
 from services.operator.cli import main
+from services.simulator.hardware import HARDWARE
+from services.simulator.models import MODELS, find_model
+from services.simulator.roofline import Roofline, Work, kv_tokens
+from services.simulator.simulator import replay
+from services.simulator.trace import TraceRequest, load_trace, with_rate
 from shared.model.files import DEMO_MODEL
 from shared.process.errors import StartupError
 

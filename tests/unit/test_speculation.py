@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from services.compute.speculation.control import MARGIN, Control, Kind, StepTime
 from services.compute.speculation.lookup import MAX_POOLS, POOL_GRADES, Lookup
 from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, NgramIndex

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.gateway.answering.responder import Responder
-from services.requests.record import make_record
+from services.requests.store.record import make_record
 from shared.wire.logprobs import TokenLogprob
 from shared.wire.messages import TokenEvent
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.compute.host_memory import mapped_zeros
+from services.compute.backends.host_memory import mapped_zeros
 from services.operator.launcher import MAX_KILLS, Child, Launcher
 from services.operator.lifeline import Lifeline
 from shared.process.errors import StartupError

@@ -8,10 +8,10 @@ import orjson
 import pytest
 
 from services.requests.bodies.parse import parse
-from services.requests.neutral.schemas import ChatCompletionBody
-from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
+from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.prepare import after_thought
-from services.requests.schemas.closing import closed
+from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
+from services.requests.text.schemas.closing import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
 from shared.model.grammar import Vocabulary, compile_grammar, load_vocabulary

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.requests.client import connect as connect_async
-from services.requests.client import persist
+from services.requests.store.client import connect as connect_async
+from services.requests.store.client import persist
 from shared.process.stage_settings import StageSettings
 from shared.wire.messages import Control
 from shared.wire.registry import broadcast

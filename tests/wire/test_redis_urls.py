@@ -5,8 +5,8 @@ from celery import Celery
 from redis import SSLConnection
 from redis.sentinel import SentinelManagedConnection
 
-from services.requests.client import MAX_CONNECTIONS, PrimaryPool
-from services.requests.client import connect as connect_async
+from services.requests.store.client import MAX_CONNECTIONS, PrimaryPool
+from services.requests.store.client import connect as connect_async
 from shared.process.errors import StartupError
 from shared.process.stage_settings import StageSettings
 from shared.wire.job_queue import make_queue

@@ -23,7 +23,7 @@ from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
-from services.compute.parallel.ranks import Cut
+from services.compute.ranks.parallel.ranks import Cut
 from shared.model.arrays import Array
 from shared.model.decision import Draws
 from shared.model.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.compute.host_memory import mapped_zeros
+from services.compute.backends.host_memory import mapped_zeros
 from shared.model.arrays import Array
 
 ALIGNMENT = 16  # bytes: by it kernels are compiled once more for what begins elsewhere

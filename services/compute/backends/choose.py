@@ -8,8 +8,8 @@ from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.library import Context, open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.parallel.ranks import SharedRanks
-from services.compute.parallel.share import Share
+from services.compute.ranks.parallel.ranks import SharedRanks
+from services.compute.ranks.parallel.share import Share
 from shared.process.errors import StartupError
 
 

@@ -1,5 +1,5 @@
 """A rank's part of a model's layers: what it computes is gathered with the other ranks' parts, so that
-each layer's result is whole on all of them (services/compute/parallel/)."""
+each layer's result is whole on all of them (services/compute/ranks/parallel/)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Head, Linear, Product, RowMath
-from services.compute.parallel.ranks import Ranks
+from services.compute.ranks.parallel.ranks import Ranks
 
 Parts = tuple[range, ...]  # of a layer's columns, each rank's
 

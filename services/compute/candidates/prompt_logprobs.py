@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import RowSearch
-from services.compute.batch import ScheduledBatch
 from services.compute.sequence import ScoredTokens, Sequence
+from services.compute.sequence.batch import ScheduledBatch
 from shared.model.arrays import Array
 from shared.wire.logprobs import PromptLogprobs
 from shared.wire.messages import RequestError

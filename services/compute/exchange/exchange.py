@@ -19,7 +19,7 @@ from services.compute.exchange.outbox import Outbox
 from services.compute.exchange.prefixes import Prefixes
 from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
-from services.compute.quarantine import Record
+from services.compute.intake.quarantine import Record
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
 from shared.wire.line import Line, Pipeline

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from services.compute.exchange.prefixes import Prefixes
-from services.compute.quarantine import Record, queue_records
+from services.compute.intake.quarantine import Record, queue_records
 from shared.wire.entries import DirectReader, append
 from shared.wire.line import Line, Pipeline
 from shared.wire.messages import StepCandidates

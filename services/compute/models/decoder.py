@@ -18,9 +18,9 @@ from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
-from services.compute.parallel.ranks import Cut
-from services.compute.parallel.sharded import Receiver, Sender
-from services.compute.parallel.stage import PipelineStage, Returning
+from services.compute.ranks.parallel.ranks import Cut
+from services.compute.ranks.parallel.sharded import Receiver, Sender
+from services.compute.ranks.parallel.stage import PipelineStage, Returning
 
 
 @dataclass(frozen=True, slots=True)

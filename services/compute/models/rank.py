@@ -12,9 +12,9 @@ from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import ModelWeights
 from services.compute.models.moe import Expert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
-from services.compute.parallel.heads import heads_of
-from services.compute.parallel.ranks import Cut, Ranks
-from services.compute.parallel.share import Share
+from services.compute.ranks.parallel.heads import heads_of
+from services.compute.ranks.parallel.ranks import Cut, Ranks
+from services.compute.ranks.parallel.share import Share
 
 
 def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelConfig:

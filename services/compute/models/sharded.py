@@ -6,8 +6,8 @@ from services.compute.backends.backend import LayerWeights, Linear
 from services.compute.backends.gathered import GatheredMlp, ShardedLinear
 from services.compute.models.config import ModelConfig
 from services.compute.models.parts import LayerParts, MlpParts
-from services.compute.parallel.heads import heads_of
-from services.compute.parallel.share import Share
+from services.compute.ranks.parallel.heads import heads_of
+from services.compute.ranks.parallel.share import Share
 
 Theirs = Sequence[Linear | None]  # another rank's qkv, output, gate_up and down
 Widths = list[tuple[int, ...]]  # of each rank, ShardedLinear's

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from services.compute.batch import BatchRow
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import BatchRow
 from shared.model.segments import Layout
 
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet

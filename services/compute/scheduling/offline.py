@@ -1,12 +1,12 @@
 """The generation loop without a pipeline: for simulation, benchmarks and tests.
-services/compute/service.py is the one with it."""
+services/compute/loop/service.py is the one with it."""
 
 from collections.abc import Callable, Iterable
 
-from services.compute.batch import ScheduledBatch
 from services.compute.scheduling.policy import PLAIN, StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import ScheduledBatch
 
 Decide = Callable[[ScheduledBatch, list[Sequence]], Iterable[int]]
 

@@ -30,7 +30,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.found_prefixes import FoundPrefixes
@@ -42,6 +41,7 @@ from services.compute.scheduling.step_cost import StepCostFit
 from services.compute.scheduling.verdict import Begin, Wait
 from services.compute.scheduling.waiting import WaitingQueue
 from services.compute.sequence import Prefix, Sequence
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 
 AGING_S = 30.0
 RETRY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.model_runner import ModelRunner
+from services.compute.execution.model_runner import ModelRunner
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from services.compute.speculation.draft_kv import DraftKV
 from services.compute.speculation.margins import Margins, margins_of
 from services.compute.speculation.proposer import Drafts, Wanted

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.compute.batch import ScheduledBatch
+from services.compute.sequence.batch import ScheduledBatch
 
 FORGET = 0.98  # weight of a step's time against the next one's
 FIRST_SHARE = 0.087  # of a step's fixed time that one token more takes: until it is measured

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 from services.compute.backends.backend import Backend
 from services.compute.cache.kv_cache import KVCache, choose_group
-from services.compute.model_runner import Model, ModelRunner
+from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
-from services.compute.place import ALONE, Place, load_decoder, make_runner
+from services.compute.ranks.place import ALONE, Place, load_decoder, make_runner
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import DraftKV, OwnKV, TargetKV
 from services.compute.weights.loader import check_quantizable, open_source

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import RowSearch
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
-from services.compute.executor import Executor
+from services.compute.execution.executor import Executor
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from services.compute.speculation.eagle_head import EagleHead, Places
 from services.compute.speculation.medusa import AT_ONCE, guess
 from services.compute.speculation.proposer import Drafts, Wanted

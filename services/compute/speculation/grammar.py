@@ -4,8 +4,8 @@ schema. The model is asked about them all the same: text has more than one way i
 from collections.abc import Mapping
 from typing import Any
 
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.proposer import Drafts, Wanted
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from services.compute.cache.kv_cache import KVCache, choose_group
-from services.compute.model_runner import Model, ModelRunner
+from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.decoder import Decoder
 from services.compute.speculation.eagle import EagleProposer
 from services.compute.speculation.eagle_file import is_eagle, read_eagle, read_taps

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.compute.batch import ScheduledBatch
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, NgramIndex
 from services.compute.speculation.proposer import Drafts, Wanted
 

@@ -17,11 +17,11 @@ from torch.nn.functional import silu
 
 from services.compute.backends.backend import Backend, Head, RowSearch, Workspace
 from services.compute.backends.matrix import Dense
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import LISTED
 from services.compute.candidates.truncation import cumulative_mass, kept_count
-from services.compute.executor import Executor
+from services.compute.execution.executor import Executor
 from services.compute.sequence import RowKey
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.medusa_file import HeadWeights
 from services.compute.speculation.proposer import Drafts, Wanted
 from shared.model.arrays import Array

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.compute.batch import ScheduledBatch
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.proposer import Drafts, Wanted
 from shared.model.prediction import PredictionFollower
 

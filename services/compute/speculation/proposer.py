@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.compute.batch import ScheduledBatch
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)

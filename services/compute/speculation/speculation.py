@@ -10,10 +10,10 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
 from services.compute.scheduling.drafts import Drafting
 from services.compute.sequence import Sequence
+from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
 

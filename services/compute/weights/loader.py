@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
+from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, concatenate
-from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import ModelWeights, Rows
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
-from services.compute.parallel.heads import heads_of
-from services.compute.parallel.share import EVERYTHING, Portion, Share
+from services.compute.ranks.parallel.heads import heads_of
+from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource

@@ -11,7 +11,7 @@ from services.gateway.context import Context
 from services.gateway.generation.subscription import ResponseFailed
 from services.requests.bodies.fields import TokenIds
 from services.requests.errors import RequestFailed, check
-from services.requests.record import make_record
+from services.requests.store.record import make_record
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import EncodingParams, GenerateRequest, Task, TokenEvent
 

@@ -8,9 +8,9 @@ from fastapi import Request
 from services.gateway.answering.responder import Responder
 from services.gateway.context import Context
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.embeddings import embeddings_body
-from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.prepare import prepare_embeddings
+from services.requests.text.answers.embeddings import embeddings_body
 
 
 class EmbeddingResponder(Responder):

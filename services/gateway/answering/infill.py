@@ -8,7 +8,7 @@ import numpy as np
 from services.gateway.answering.ask import token_ids_of
 from services.gateway.context import Context
 from services.requests.bodies.fields import Prompt, TokenIds
-from services.requests.neutral.schemas import CompletionBody
+from services.requests.dialects.openai.schemas import CompletionBody
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams
 

@@ -15,13 +15,13 @@ from services.gateway.generation.generation import Generation
 from services.gateway.generation.subscription import ResponseFailed
 from services.gateway.http.disconnect import until_disconnect
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.choice import Choice
-from services.requests.answers.formats import format_for, whole_body
-from services.requests.answers.frames import Frames, is_plain
-from services.requests.answers.schema_errors import schema_errors, while_checked
-from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, STARTING, encode_event, event_head, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
-from services.requests.grammars.answers import unchecked
+from services.requests.text.answers.choice import Choice
+from services.requests.text.answers.formats import format_for, whole_body
+from services.requests.text.answers.frames import Frames, is_plain
+from services.requests.text.answers.schema_errors import schema_errors, while_checked
+from services.requests.text.answers.sse import DONE, PING, PING_AMONG_IDS, STARTING, encode_event, event_head, format_id
+from services.requests.workers.grammars.answers import unchecked
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError, TokenEvent
 

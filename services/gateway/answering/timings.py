@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from services.gateway.telemetry.timeline import Timeline, between
-from services.requests.answers.choice import Choice
+from services.requests.text.answers.choice import Choice
 
 
 def timings(choice: Choice, timeline: Timeline) -> dict[str, Any]:

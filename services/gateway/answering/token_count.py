@@ -11,10 +11,10 @@ from services.gateway.answering.responder import Responder
 from services.gateway.context import Context
 from services.gateway.generation.generation import Generation
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.translate import Json
-from services.requests.neutral.schemas import ChatCompletionBody
-from services.requests.neutral.translate import own_terms
+from services.requests.dialects.openai.schemas import ChatCompletionBody
+from services.requests.dialects.openai.translate import own_terms
 from services.requests.prepare import prepare_chat
+from services.requests.text.answers.translate import Json
 
 
 class TokenCount(Responder):

@@ -11,10 +11,10 @@ from fastapi import Request, Response
 from services.gateway.answering.responder import EventStream, Responder
 from services.gateway.generation.generation import Generation
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.schema_errors import while_checked
-from services.requests.answers.translate import Fold, Json, Translation
+from services.requests.dialects.openai.translate import in_own_terms
 from services.requests.errors import RequestFailed, check
-from services.requests.neutral.translate import in_own_terms
+from services.requests.text.answers.schema_errors import while_checked
+from services.requests.text.answers.translate import Fold, Json, Translation
 from shared.wire.messages import TokenEvent
 
 

@@ -14,7 +14,7 @@ from services.gateway.context import context_of
 from services.gateway.http.errors import speaks_anthropic
 from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.context import RequestContext
-from services.requests.neutral.schemas import MAX_MESSAGES, ChatCompletionBody
+from services.requests.dialects.openai.schemas import MAX_MESSAGES, ChatCompletionBody
 from services.requests.prepare import makers_sampling, parsers_of, sees
 from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from shared.wire.replica import Replica

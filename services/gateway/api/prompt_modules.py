@@ -9,8 +9,8 @@ from services.gateway.answering.ask import token_ids_of
 from services.gateway.context import context_of
 from services.gateway.http.docs import takes
 from services.gateway.http.lists import page_of
-from services.requests.modules.schemas import PromptModulesBody
-from services.requests.modules.store import ModuleSet, ModuleStore, texts_of
+from services.requests.store.modules.schemas import PromptModulesBody
+from services.requests.store.modules.store import ModuleSet, ModuleStore, texts_of
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams
 

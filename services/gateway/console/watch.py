@@ -12,7 +12,7 @@ import redis.asyncio
 from services.gateway.console.recent import RecentRequests
 from services.gateway.console.snapshot import PipelineFigures, Queue, snapshot
 from services.gateway.generation.subscriptions import Subscriptions
-from services.requests.answers.sse import PING, encode_event
+from services.requests.text.answers.sse import PING, encode_event
 from shared.process.errors import Invalid, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.messages import decode

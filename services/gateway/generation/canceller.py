@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import redis
 import redis.asyncio
 
-from services.requests.client import persist
+from services.requests.store.client import persist
 from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, encode
 from shared.wire.registry import BROADCAST_FUNCTION

@@ -18,13 +18,13 @@ from services.gateway.generation.subscription import Subscription
 from services.gateway.generation.subscriptions import Subscriptions
 from services.gateway.generation.takeover import Takeover
 from services.gateway.telemetry.traces import admission_span, current_root
-from services.requests.admission.admission import Admission, admit
 from services.requests.bodies.fields import shortened
-from services.requests.client import redis_errors_as_503
-from services.requests.grammars.answers import AnswerChecker
-from services.requests.record import ResponseRecord, find_record
-from services.requests.tenants.limits import Caller
-from services.requests.tenants.tenant import Tenant
+from services.requests.store.admission.admission import Admission, admit
+from services.requests.store.client import redis_errors_as_503
+from services.requests.store.record import ResponseRecord, find_record
+from services.requests.store.tenants.limits import Caller
+from services.requests.store.tenants.tenant import Tenant
+from services.requests.workers.grammars.answers import AnswerChecker
 from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.wire.messages import GenerateRequest, TokenEvent
 from shared.wire.streams import log_key

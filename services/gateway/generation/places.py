@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import redis.asyncio
 
-from services.requests.client import redis_errors_as_503
-from services.requests.tenants.limits import SCRIPT, UNLIMITED, Caller
+from services.requests.store.client import redis_errors_as_503
+from services.requests.store.tenants.limits import SCRIPT, UNLIMITED, Caller
 from shared.process.errors import Rejected
 from shared.wire.streams import quota_key, running_key
 

@@ -16,8 +16,8 @@ import redis
 import redis.asyncio
 
 from services.gateway.generation.subscription import Subscription
-from services.requests.client import OwnConnection, persist
 from services.requests.errors import draining
+from services.requests.store.client import OwnConnection, persist
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.entries import TRIM_EVERY_S, entries_of, next_id, write_dead_letter

@@ -5,7 +5,7 @@ from typing import Any
 
 import redis.asyncio
 
-from services.requests.answers.sse import parse_id
+from services.requests.text.answers.sse import parse_id
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.wire.messages import Control, encode
 from shared.wire.registry import BROADCAST_FUNCTION

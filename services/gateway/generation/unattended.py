@@ -12,9 +12,9 @@ from typing import Any
 
 import redis.asyncio
 
-from services.requests.admission.known import KnownReplicas
-from services.requests.client import persist
 from services.requests.errors import NO_REPLICA
+from services.requests.store.admission.known import KnownReplicas
+from services.requests.store.client import persist
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError, TokenEvent
 from shared.wire.streams import GroupStream, prompts, requests

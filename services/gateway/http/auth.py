@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.errors import error_response
 from services.gateway.http.turns import Turns
-from services.requests.tenants.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
-from services.requests.tenants.limits import Caller
-from services.requests.tenants.tenant import EVERYBODY, NOBODY, Tenant
+from services.requests.store.tenants.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
+from services.requests.store.tenants.limits import Caller
+from services.requests.store.tenants.tenant import EVERYBODY, NOBODY, Tenant
 from shared.process.errors import Invalid, StartupError
 from shared.process.settings import GatewaySettings
 from shared.process.telemetry import get_logger

@@ -16,7 +16,7 @@ from services.requests.bodies.body import Body
 from services.requests.bodies.content import Content, GivenImage
 from services.requests.bodies.ignored import pass_over
 from services.requests.bodies.parse import parse
-from services.requests.helpers.pool import HelperFailed, HelperPool
+from services.requests.workers.pool import HelperFailed, HelperPool
 from shared.process.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from services.gateway.http.encodings import TAKEN
-from services.requests.anthropic.errors import error_of
+from services.requests.dialects.anthropic.errors import error_of
 from services.requests.errors import CLIENT_CLOSED, TYPE_BY_STATUS, RequestFailed, context_sizes, error_body
 from shared.model.context_length import CODE as TOO_LONG
 from shared.process.errors import Invalid, Recoverable, Rejected

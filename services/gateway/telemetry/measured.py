@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from services.gateway.telemetry.metrics import Metrics, ModelMetrics
 from services.gateway.telemetry.timeline import Timeline
 from services.gateway.telemetry.traces import current_root
-from services.requests.answers.choice import Choice
 from services.requests.errors import CLIENT_CLOSED
-from services.requests.record import ResponseRecord
+from services.requests.store.record import ResponseRecord
+from services.requests.text.answers.choice import Choice
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError, TokenEvent
 

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from services.gateway.telemetry.pipeline_state import PipelineState
 from services.gateway.telemetry.token_figures import TOKEN_SECONDS, TokenCounts, TokenFigures
-from services.requests.batches.figures import BatchFigures
+from services.requests.store.batches.figures import BatchFigures
 from shared.process.telemetry import get_logger
 from shared.wire.load import Load
 from shared.wire.messages import RequestError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.requests.batches.figures import BatchFigures
+from services.requests.store.batches.figures import BatchFigures
 from shared.process.stages import STAGES
 from shared.wire.load import Load
 from shared.wire.replica import Replica

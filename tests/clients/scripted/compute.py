@@ -6,9 +6,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from services.compute import __main__ as compute
-from services.compute import engine
 from services.compute.backends.backend import Backend
-from services.compute.place import Place
+from services.compute.loop import engine
+from services.compute.ranks.place import Place
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 from shared.wire.stage import run_stage

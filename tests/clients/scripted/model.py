@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from services.compute.backends.backend import Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
-from services.compute.tools.make_model import SHAPES, tensor_sizes, write_config
-from services.compute.tools.out_folder import open_out_folder, write_model
+from services.modeltools.make_model import SHAPES, tensor_sizes, write_config
+from services.modeltools.out_folder import open_out_folder, write_model
 from shared.model.files import DEMO_MODEL
 from tests.clients.scripted.script import Message, Script
 

@@ -33,11 +33,11 @@ from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form, Part
 from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import Reduction, begin_reduction
+from services.compute.loop.warm_up import warm_up
 from services.compute.sequence import Request, Sequence, Tokens
-from services.compute.tools.make_model import make_model
-from services.compute.warm_up import warm_up
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
+from services.modeltools.make_model import make_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 

@@ -8,9 +8,9 @@ from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, Olmo2Conf
 
 from bench.gpu.models import check_model
 from bench.gpu.recordings import check_recordings
-from services.compute import warm_up as warm_up_module
 from services.compute.backends.cuda import graphs as graphs_module
 from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.loop import warm_up as warm_up_module
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.cuda.test_cuda_models import CONFIG, SIZES, check_drafts
 from tests.kernels.families import LINEAR_ROPE, LOCAL_ROPE, reference_model

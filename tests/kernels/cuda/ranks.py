@@ -13,11 +13,11 @@ import torch.distributed as dist
 from bench.gpu.models import LoadedModel
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.cache.kv_cache import KVCache
-from services.compute.group.commands import decode, encode
-from services.compute.model_runner import ModelRunner
-from services.compute.parallel.distributed import LOOPBACK, TIMEOUT, DistributedRanks, join, listen, meet_at
-from services.compute.parallel.share import Share
-from services.compute.place import Place, load_decoder, make_runner, run_model
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.ranks.group.commands import decode, encode
+from services.compute.ranks.parallel.distributed import LOOPBACK, TIMEOUT, DistributedRanks, join, listen, meet_at
+from services.compute.ranks.parallel.share import Share
+from services.compute.ranks.place import Place, load_decoder, make_runner, run_model
 from tests.kernels.backends import CPU
 
 NUM_BLOCKS = 64

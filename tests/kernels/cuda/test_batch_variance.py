@@ -8,7 +8,7 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear
 from services.compute.backends.matrix import Dense
-from services.compute.fingerprint import BATCH_VARIANT, fingerprint
+from services.compute.weights.fingerprint import BATCH_VARIANT, fingerprint
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings

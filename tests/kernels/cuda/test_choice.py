@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from services.compute import engine as engine_module
 from services.compute.backends import choose
 from services.compute.backends.cuda import device
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.torch.attention import Heads
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
-from services.compute.model_runner import ModelRunner
-from services.compute.warm_up import first_kernels, warm_up
+from services.compute.execution.model_runner import ModelRunner
+from services.compute.loop import engine as engine_module
+from services.compute.loop.warm_up import first_kernels, warm_up
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings

@@ -17,7 +17,7 @@ from services.compute.backends.cuda.experts import CudaExperts
 from services.compute.backends.cuda.graphs import Recordings
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.backends.torch.attention import AttentionInputs
-from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import reference_model

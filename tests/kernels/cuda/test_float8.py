@@ -17,7 +17,7 @@ from services.compute.backends.matrix import Dense, Float8, Matrix, concatenate
 from services.compute.backends.torch import reference
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.backends.torch.reference import quantize_float8, quantize_weight
-from services.compute.engine import build_engine
+from services.compute.loop.engine import build_engine
 from services.compute.models.architectures import read_config
 from services.compute.models.decoder import ModelWeights
 from services.compute.weights.loader import load_weights

@@ -14,10 +14,10 @@ from bench.gpu.models import LoadedModel
 from services.compute.backends.backend import LargestStep
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.executor import DrawnTokens
+from services.compute.execution.executor import DrawnTokens
 from services.compute.sequence import PENDING, Request, Sequence, Tokens
+from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU
 from tests.kernels.cuda.test_cuda_models import SIZES

@@ -19,7 +19,7 @@ from services.compute.backends.matrix import Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.backends.torch.reference import Scores
-from services.compute.parallel.ranks import Cut
+from services.compute.ranks.parallel.ranks import Cut
 
 
 class CpuBackend:

@@ -20,9 +20,9 @@ from torch import Tensor
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.columns import COLUMNS, PAIR, copy_columns, of_columns, packed_runs
 from services.compute.backends.cpu.library import Context, Weight, pointer
+from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
-from services.compute.host_memory import mapped_zeros
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}

@@ -10,8 +10,8 @@ from torch import Tensor
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context
 from services.compute.backends.cpu.linear import Form, NativeLinear, join, padded, part_shapes
-from services.compute.parallel.distributed import as_bytes
-from services.compute.parallel.outline import LayerOutline, MatrixOutline
+from services.compute.ranks.parallel.distributed import as_bytes
+from services.compute.ranks.parallel.outline import LayerOutline, MatrixOutline
 
 ALIGNMENT = 64  # bytes: kernels read whole lines of the cache
 NUMBERS = ("activation", "is_gate", "lowest", "highest", "is_widened")  # of kernels.h's Weight, which no form says

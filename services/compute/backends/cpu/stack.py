@@ -13,8 +13,8 @@ from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_j
 from services.compute.backends.cpu.library import Attention, Context, Group, Layer, Layers, Meet, Norms, Pointer, pointer
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
-from services.compute.parallel.ranks import Cut
-from services.compute.parallel.share import UNIT
+from services.compute.ranks.parallel.ranks import Cut
+from services.compute.ranks.parallel.share import UNIT
 
 TILE_ROWS = 16  # of activations
 

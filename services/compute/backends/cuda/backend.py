@@ -27,7 +27,7 @@ from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
-from services.compute.parallel.ranks import Cut
+from services.compute.ranks.parallel.ranks import Cut
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 

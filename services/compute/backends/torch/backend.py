@@ -9,14 +9,14 @@ from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.buffers import Buffers, to_device
+from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.matrix import Dense, Joined, Matrix
 from services.compute.backends.torch.attention import Heads, TorchAttention
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
-from services.compute.host_memory import mapped_zeros
-from services.compute.parallel.ranks import Cut
+from services.compute.ranks.parallel.ranks import Cut
 from shared.process.errors import StartupError
 
 

@@ -17,12 +17,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.traces import current_root
-from services.requests.anthropic.blocks import Json
-from services.requests.anthropic.errors import error_of
-from services.requests.anthropic.schemas import MessageBatchBody
-from services.requests.batches.store import MAX_KEPT, Batch, BatchRecord
-from services.requests.client import redis_errors_as_503
-from services.requests.files.store import FileRecord
+from services.requests.dialects.anthropic.blocks import Json
+from services.requests.dialects.anthropic.errors import error_of
+from services.requests.dialects.anthropic.schemas import MessageBatchBody
+from services.requests.store.batches.store import MAX_KEPT, Batch, BatchRecord
+from services.requests.store.client import redis_errors_as_503
+from services.requests.store.files.store import FileRecord
 from shared.process.errors import Invalid, Rejected
 from shared.wire.streams import FILE_TTL_S
 

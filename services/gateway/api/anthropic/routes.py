@@ -8,10 +8,10 @@ from services.gateway.answering.translated import TranslatedResponder
 from services.gateway.context import context_of
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
-from services.requests.anthropic.chat import NAME_HERE, chat_of
-from services.requests.anthropic.events import MessageEvents
-from services.requests.anthropic.schemas import CountTokensBody, MessagesBody
-from services.requests.neutral.translate import own_terms
+from services.requests.dialects.anthropic.chat import NAME_HERE, chat_of
+from services.requests.dialects.anthropic.events import MessageEvents
+from services.requests.dialects.anthropic.schemas import CountTokensBody, MessagesBody
+from services.requests.dialects.openai.translate import own_terms
 from services.requests.prepare import prepare_chat
 
 router = APIRouter(prefix="/v1/messages")

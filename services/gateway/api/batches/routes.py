@@ -17,10 +17,10 @@ from services.gateway.http.auth import check_sees_all
 from services.gateway.http.docs import takes
 from services.gateway.http.lists import page_of
 from services.gateway.telemetry.traces import current_root
-from services.requests.batches.store import Batch, BatchRecord
 from services.requests.bodies.fields import MAX_NAME
-from services.requests.client import redis_errors_as_503
-from services.requests.files.storage import Storage
+from services.requests.store.batches.store import Batch, BatchRecord
+from services.requests.store.client import redis_errors_as_503
+from services.requests.store.files.storage import Storage
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.streams import FILE_TTL_S

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.requests.batches.store import LONGEST_WINDOW_S
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import at_most
+from services.requests.store.batches.store import LONGEST_WINDOW_S
 from shared.process.errors import Invalid
 from shared.wire.streams import FILE_TTL_S
 

@@ -11,8 +11,8 @@ from starlette.datastructures import FormData, UploadFile
 
 from services.gateway.context import context_of
 from services.gateway.http.lists import page_of
-from services.requests.files.storage import PIECE_BYTES
-from services.requests.files.store import FileRecord
+from services.requests.store.files.storage import PIECE_BYTES
+from services.requests.store.files.store import FileRecord
 from shared.process.errors import Invalid, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.streams import FILE_TTL_S

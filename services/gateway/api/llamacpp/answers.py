@@ -5,13 +5,13 @@ from typing import Any
 
 from services.gateway.answering.responder import Responder
 from services.gateway.answering.timings import timings
-from services.gateway.api.llamacpp.schemas import LlamaBody
 from services.gateway.http.errors import llama_error
-from services.requests.answers.choice import Choice
-from services.requests.answers.prompt_logprobs import finite
-from services.requests.answers.sse import encode_event
 from services.requests.bodies.fields import TokenIds
+from services.requests.dialects.llamacpp.schemas import LlamaBody
 from services.requests.errors import RequestFailed, check
+from services.requests.text.answers.choice import Choice
+from services.requests.text.answers.prompt_logprobs import finite
+from services.requests.text.answers.sse import encode_event
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent

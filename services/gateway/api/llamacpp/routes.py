@@ -12,16 +12,16 @@ from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.answering.infill import find_marks, infill_prompts
 from services.gateway.api.llamacpp.answers import LlamaResponder, generation_settings
-from services.gateway.api.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
 from services.requests.bodies import parse
 from services.requests.bodies.fields import TokenIds
+from services.requests.dialects.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
+from services.requests.dialects.openai.translate import name_of, own_terms
 from services.requests.errors import RequestFailed
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
-from services.requests.neutral.translate import name_of, own_terms
 from services.requests.prepare import embedder, prepare_chat, prepare_completion, refuse_modules, sees
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected

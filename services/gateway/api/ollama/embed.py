@@ -8,10 +8,10 @@ from fastapi.responses import JSONResponse
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.api.ollama.routes import name_here
-from services.gateway.api.ollama.schemas import OllamaEmbedBody, OllamaEmbeddingsBody
 from services.gateway.context import context_of
 from services.gateway.http.docs import takes
-from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.dialects.ollama.schemas import OllamaEmbedBody, OllamaEmbeddingsBody
+from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.prepare import embedder
 from shared.process.errors import Invalid
 

@@ -11,13 +11,22 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from services.gateway.answering.translated import TranslatedResponder
-from services.gateway.api.ollama.lines import OllamaLines, now_text
-from services.gateway.api.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody, with_images
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
-from services.requests.neutral.schemas import ChatCompletionBody
-from services.requests.neutral.translate import make_chat, own_terms, thinking_kwargs
+from services.requests.dialects.ollama.lines import OllamaLines, now_text
+from services.requests.dialects.ollama.schemas import (
+    NAME_HERE,
+    Json,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+    OllamaPullBody,
+    with_images,
+)
+from services.requests.dialects.openai.schemas import ChatCompletionBody
+from services.requests.dialects.openai.translate import make_chat, own_terms, thinking_kwargs
 from services.requests.prepare import parsers_of, prepare_chat
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatOptions, GenerateRequest

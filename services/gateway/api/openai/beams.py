@@ -16,7 +16,7 @@ import numpy as np
 from services.gateway.answering.ask import ask_all, ask_tokenizer, question
 from services.gateway.api.openai.beam_search import BeamSearch, EarlyStopping
 from services.gateway.context import Context
-from services.requests.answers.choice import Choice
+from services.requests.text.answers.choice import Choice
 from shared.model.arrays import Int32Array
 from shared.model.sampling_params import MAX_LOGPROBS, ChainParams, SamplingParams
 from shared.process.errors import Invalid, Rejected

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
-from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.dialects.openai.embeddings import EmbeddingBody
 
 router = APIRouter(prefix="/v1")
 

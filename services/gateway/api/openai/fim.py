@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, model_validator
 
 from services.requests.bodies.fields import Prompt, at, kind_of
-from services.requests.neutral.schemas import CompletionBody, description_of
+from services.requests.dialects.openai.schemas import CompletionBody, description_of
 from shared.model.sampling_params import SamplingParams
 
 

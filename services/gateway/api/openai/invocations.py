@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request, Response
 from services.gateway.api.openai.embeddings import answer_embeddings
 from services.gateway.api.openai.routes import answer_chat, answer_completion
 from services.gateway.context import context_of
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 
 KINDS: Mapping[str, type[ChatCompletionBody | CompletionBody | EmbeddingBody]] = {
     "messages": ChatCompletionBody,

@@ -9,9 +9,9 @@ from services.gateway.answering.ask import ask_each
 from services.gateway.answering.infill import infilled
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
-from services.requests.record import ResponseRecord
+from services.requests.store.record import ResponseRecord
 from shared.wire.messages import GenerateRequest
 
 Json = dict[str, Any]

@@ -14,11 +14,11 @@ from services.gateway.context import Context, context_of
 from services.gateway.http.disconnect import unless_gone
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.choice import Choice, parsed, usage_of
-from services.requests.answers.formats import format_for, usage_fields
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.prepare import prepare_chat, prepare_completion
-from services.requests.record import ResponseRecord
+from services.requests.store.record import ResponseRecord
+from services.requests.text.answers.choice import Choice, parsed, usage_of
+from services.requests.text.answers.formats import format_for, usage_fields
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 

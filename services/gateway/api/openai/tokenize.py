@@ -6,9 +6,9 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonS
 
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import MAX_NAME, TokenIds, at_most, read_token_ids
-from services.requests.neutral.messages import Message
-from services.requests.neutral.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody, description_of
-from services.requests.neutral.tools import Tools
+from services.requests.dialects.openai.messages import Message
+from services.requests.dialects.openai.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody, description_of
+from services.requests.dialects.openai.tools import Tools
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams

@@ -16,11 +16,11 @@ from services.gateway.answering.embeddings import EmbeddingResponder, submit_emb
 from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody, TextsBody
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
-from services.requests.answers.choice import Choice
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.translate import in_own_terms, own_terms
 from services.requests.errors import RequestFailed
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.translate import in_own_terms, own_terms
-from services.requests.record import ResponseRecord
+from services.requests.store.record import ResponseRecord
+from services.requests.text.answers.choice import Choice
 from shared.process.errors import Invalid
 from shared.wire.replica import Replica
 

@@ -6,8 +6,8 @@ from pydantic import BeforeValidator, Field
 
 from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import MAX_NAME, Texts, read_text
-from services.requests.neutral.embeddings import EmbeddingBody
-from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, description_of
+from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, description_of
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 

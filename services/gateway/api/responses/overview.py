@@ -4,8 +4,8 @@ keys are still good: what runs, and what is stored."""
 from typing import Any
 
 from services.gateway.context import Context
-from services.requests.client import redis_errors_as_503
-from services.requests.record import ResponseRecord, find_record, read_response
+from services.requests.store.client import redis_errors_as_503
+from services.requests.store.record import ResponseRecord, find_record, read_response
 from shared.wire.streams import held_key, inflight_key, open_key, response_key, response_of, stored_key
 
 Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs

@@ -14,11 +14,11 @@ from services.gateway.context import context_of
 from services.gateway.http.auth import check_sees_all
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
-from services.requests.responses.chat import NAME_HERE, chat_of
-from services.requests.responses.conversation import with_conversation
-from services.requests.responses.events import ResponseEvents
-from services.requests.responses.prepare import prepare_response
-from services.requests.responses.schemas import ResponseBody
+from services.requests.dialects.responses.chat import NAME_HERE, chat_of
+from services.requests.dialects.responses.conversation import with_conversation
+from services.requests.dialects.responses.events import ResponseEvents
+from services.requests.dialects.responses.prepare import prepare_response
+from services.requests.dialects.responses.schemas import ResponseBody
 from shared.process.errors import Invalid, Rejected
 
 router = APIRouter(prefix="/v1/responses")

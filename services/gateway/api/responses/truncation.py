@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from services.gateway.answering.ask import ask_tokenizer
 from services.gateway.context import Context
-from services.requests.neutral.translate import own_terms
+from services.requests.dialects.openai.translate import own_terms
+from services.requests.dialects.responses.chat import NAME_HERE, chat_of
+from services.requests.dialects.responses.items import Json
+from services.requests.dialects.responses.schemas import ResponseBody
 from services.requests.prepare import prepare_chat
-from services.requests.responses.chat import NAME_HERE, chat_of
-from services.requests.responses.items import Json
-from services.requests.responses.schemas import ResponseBody
 
 
 async def num_too_many(context: Context, body: ResponseBody, before: list[Json]) -> int:

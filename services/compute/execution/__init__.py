@@ -1,0 +1,1 @@
+"""A scheduled batch becomes tensors, and its rows logits or embeddings."""

@@ -1,0 +1,1 @@
+"""The loop, and what it begins with: the engine, and the first steps on a GPU."""

@@ -1,0 +1,164 @@
+"""A step in flight: it runs on a device that draws its tokens, and nothing of it has been read yet.
+
+`launch`: each sequence of the step has a token that is PENDING. So the next step can be scheduled,
+and launched on what the device draws. `collect`: the candidates are read, and the token becomes
+what the sampler will decide. The device's draw has no authority: where the host's is another, or
+ends its sequence, the next step's row is discarded, like everything computed from a wrong token.
+
+A sequence with drafts has several rows, and PENDING is what the last of them decides. The drafts
+stand as far as each is what the row before it draws; that row's token follows them, and what is
+behind it is discarded. So each token is what a step of its own would have decided. How many stand is
+not known before: a step with drafts is collected before another is scheduled.
+
+Where only the host draws, a step is collected as soon as it is launched.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any
+
+from services.compute.candidates.constraints import Masking
+from services.compute.candidates.reduction import Reduction
+from services.compute.candidates.rows import CandidateRows
+from services.compute.execution.executor import DrawnTokens
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import PENDING, Prefix, RowKey, Sequence
+from services.compute.sequence.batch import ScheduledBatch
+from shared.wire.messages import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class StepInModel:
+    """A step on its way through the model, up to the head."""
+
+    batch: ScheduledBatch
+    hidden: Any  # as Executor.run returned it
+    sequences: dict[int, Sequence]  # by handle; some may have ended since, or run no more
+    began_at: float  # perf_counter, s
+    # of a step with no other on its way: the rows that are valid, and masks that were begun with it
+    rows: dict[RowKey, Prefix] | None = None
+    masking: Masking | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    batch: ScheduledBatch
+    hidden: Any  # as Executor.run returned it: good until the next step runs
+    reduction: Reduction
+    rows: dict[RowKey, Prefix]  # of each sequence its first ones, without a gap
+    began_at: float  # perf_counter, s: when the step was begun
+    # what the next step may be launched on before this one is collected; None: nothing
+    drawn: DrawnTokens | None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The outcome of a step, for the sequences that still wait for it."""
+
+    rows: CandidateRows  # of the tokens that stand
+    decided: dict[int, int]  # by handle, how many of them are its own
+    failures: dict[int, RequestError]  # by handle
+    is_urgent: bool  # a sequence begins or ends with its token
+    num_surplus: int  # rows of the next step, which runs already, that are dropped
+
+
+def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey, Prefix]:
+    """The rows of logits that a step samples, in its order: not of sequences that have ended since,
+    or whose rows were computed from a wrong token."""
+    found: dict[RowKey, Prefix] = {}
+    for row in batch.rows:
+        sequence = scheduler.running.get(row.handle)
+        if sequence is not None and sequence.kv.num_computed == row.num_context_tokens:
+            prefixes = [Prefix(sequence, row.num_computed_tokens + index + 1) for index in row.sampled]
+            found.update({prefix.key: prefix for prefix in prefixes})
+    return found
+
+
+def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
+    """Drop the drafts of sequences that have lost their blocks since: their rows come to nothing."""
+    for row in step.batch.rows:
+        sequence, first = step.sequences[row.handle], row.num_computed_tokens + row.sampled.start + 1
+        is_valid = row.handle in scheduler.running and sequence.kv.num_computed == row.num_context_tokens
+        if len(row.sampled) > 1 and not is_valid and not sequence.is_finished and len(sequence.tokens) > first:
+            scheduler.truncate(sequence, first)
+
+
+def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
+    """The step's reduction has begun. What could not be edited has no token PENDING; behind such a
+    row a sequence's drafts come to nothing."""
+    edited = {each.prefix.key: each.prefix for each in reduction.edited}
+    rows: dict[RowKey, Prefix] = {}
+    for row in batch.rows:
+        prefixes = [edited[key] for key in takewhile(edited.__contains__, row.decides)]
+        if prefixes:
+            rows.update({prefix.key: prefix for prefix in prefixes})
+            sequence = prefixes[-1].sequence
+            if len(sequence.tokens) > prefixes[-1].num_tokens:
+                scheduler.truncate(sequence, prefixes[-1].num_tokens)
+            sequence.tokens.foresee(PENDING)
+            if sequence.tokens.num_output >= (sequence.request.params.max_tokens or 1):
+                sequence.tokens.end()
+    token_ids = reduction.searching.drawn
+    drawn = None if token_ids is None else DrawnTokens(token_ids, {key: row for row, key in enumerate(edited)})
+    return Flight(batch, hidden, reduction, rows, began_at, drawn)
+
+
+def collect(flight: Flight, scheduler: Scheduler) -> Collected:
+    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide, or
+    goes with the drafts that were not drawn; after a token that ends its sequence nothing is
+    computed."""
+    rows = flight.reduction.finish()
+    chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
+    drawn_ids = flight.reduction.searching.read_drawn()
+    drawn = {} if drawn_ids is None else dict(zip([each.prefix.key for each in flight.reduction.edited], drawn_ids.tolist(), strict=True))
+    kept: set[RowKey] = set()
+    decided: dict[int, int] = {}
+    failures: dict[int, RequestError] = {}
+    is_urgent, num_surplus = False, 0
+    for row in flight.batch.rows:
+        prefixes = [flight.rows[key] for key in takewhile(flight.rows.__contains__, row.decides)]
+        if not prefixes or not is_waiting(prefixes[0]):
+            continue
+        if (error := rows.failures.get(prefixes[0].key)) is not None:
+            failures[row.handle] = error
+            continue
+        standing = stands(prefixes, chosen)
+        last, sequence = standing[-1], prefixes[0].sequence
+        token_id, num_computed = chosen[last.key], sequence.kv.num_computed
+        all_stand, is_last = len(standing) == len(prefixes), is_end(last, token_id)
+        is_continued = all_stand and not is_last and not sequence.tokens.is_ending and drawn.get(last.key) == token_id
+        scheduler.settle(sequence, token_id, num_standing=len(standing) - 1, is_continued=is_continued)
+        if is_last:
+            sequence.tokens.end()
+        if all_stand:
+            num_surplus += num_computed - sequence.kv.num_computed
+        is_urgent |= sequence.tokens.is_ending or standing[0].position == 1
+        decided[row.handle] = len(standing)
+        kept.update(prefix.key for prefix in standing)
+    if len(kept) < len(chosen):
+        rows = rows.only([at for at, key in enumerate(chosen) if key in kept])
+    return Collected(rows, decided, failures, is_urgent, num_surplus)
+
+
+def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
+    """The sequence's rows that a step of their own would have had: each is computed on what
+    the ones before it draw. Behind a row without a token, or with a last one, none stands."""
+    standing = [prefixes[0]]
+    for before, prefix in pairwise(prefixes):
+        token_id = chosen[before.key]
+        if prefix.sequence.tokens.ids[before.num_tokens] != token_id or is_end(before, token_id) or prefix.key not in chosen:
+            break
+        standing.append(prefix)
+    return standing
+
+
+def is_end(prefix: Prefix, token_id: int) -> bool:
+    """Whether the sequence ends with this token behind the prefix, as far as compute knows."""
+    request = prefix.sequence.request
+    return token_id in request.end_token_ids or prefix.position >= (request.params.max_tokens or 1)
+
+
+def is_waiting(prefix: Prefix) -> bool:
+    """Whether the token after it is still PENDING, or a draft: its sequence has neither ended nor
+    been truncated since the step was launched."""
+    return not prefix.sequence.is_finished and prefix.sequence.tokens.is_pending

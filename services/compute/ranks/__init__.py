@@ -1,0 +1,1 @@
+"""One replica as several processes, its ranks: what each loads, and how they talk."""

@@ -1,0 +1,1 @@
+"""Figures, spans and snapshots of compute."""

@@ -1,0 +1,147 @@
+"""Calibration: a dense model becomes a quantized one, layer by layer, with what its layers see of a
+text.
+
+A layer runs over the text in float32 behind the layers that are quantized already, so it makes up
+for some of what they have lost. Then its inputs' scales are found and folded, its weights rounded,
+and it runs once more as it now is. In memory are one layer, the text's hidden states (float32), and
+the packed layers.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from services.compute.backends.backend import Backend, Head, LayerWeights, Linear, Norms, Product
+from services.compute.backends.matrix import Matrix
+from services.compute.backends.torch.linear import TorchLinear, TorchMlp
+from services.compute.backends.torch.reference import rms_norm
+from services.compute.cache.kv_cache import KVCache
+from services.compute.models.config import Packed
+from services.compute.models.decoder import Decoder, ModelWeights
+from services.compute.weights.loader import Loader
+from services.compute.weights.source import EMBEDDING
+from services.modeltools.calibration.perplexity import BLOCK_SIZE, blocks_of, whole_windows
+from services.modeltools.calibration.rounding import round_four_bit
+from services.modeltools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
+from services.modeltools.calibration.simulation import Form, ObservedLinear, SimulatedLinear, quantize_matrix
+
+WINDOWS_AT_ONCE = 4
+
+
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """Products of float32 in bfloat16 with sums in float32, where the processor has them: three
+    times as fast."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def calibrate(loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> ModelWeights:
+    """The quantized model, of the backend. loader: of weights in float32, without mixtures of
+    experts; windows: [N, length] int64, the text's tokens. Raises StartupError."""
+    with fast_products(), torch.inference_mode():
+        return Calibration(loader, packing, windows, backend).run()
+
+
+class Calibration:
+    """A model on its way from dense to quantized."""
+
+    def __init__(self, loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> None:
+        config = loader.config
+        self.backend = backend
+        self.loader = loader
+        self.packing = packing
+        self.form = Form(packing.quantization, packing.group)
+        self.num_rows = windows.numel()
+        embedding = loader.source.dense(EMBEDDING, (config.vocab_size, config.hidden_size))
+        norm = loader.norm("model.norm.weight", config.hidden_size)
+        self.decoder = Decoder(config, ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)), loader.backend)
+        self.batches = [whole_windows(part) for part in torch.split(windows, WINDOWS_AT_ONCE)]
+        num_blocks = blocks_of(windows[:WINDOWS_AT_ONCE])
+        one_layer = replace(config, num_layers=1)
+        self.kv = KVCache(one_layer, loader.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE).layers[0]
+        self.states = [self.decoder.embed(batch.input_ids) for batch in self.batches]
+
+    def run(self) -> ModelWeights:
+        numbers = tqdm(range(self.loader.config.num_layers), desc="calibrating", unit="layer", file=sys.stderr, mininterval=0.5, position=1)
+        with logging_redirect_tqdm():  # lines of log go above the bars
+            layers = [self._layer(number) for number in numbers]
+        weights = self.decoder.weights
+        assert isinstance(weights.embedding, Tensor)
+        # before its float32 values are scaled, where they are the head's
+        embedding = weights.embedding.bfloat16()
+        norm, head = self._head(weights.norm, weights.lm_head)
+        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=head)
+
+    def _run(self, number: int, layer: LayerWeights) -> list[Tensor]:
+        """The text's hidden states behind the layer."""
+        states = zip(self.batches, self.states, strict=True)
+        return [self.decoder.run_layer(number, layer, x, self.kv, self.decoder.plan(batch, BLOCK_SIZE)) for batch, x in states]
+
+    def _layer(self, number: int) -> LayerWeights:
+        """Observe, scale, round, and go on behind the layer as it now is. Returns it packed."""
+        layer = self.loader.layer(number)
+        assert isinstance(layer.mlp, TorchMlp)
+        qkv, output, gate_up, down = (observe(each, self.num_rows) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))
+        self._run(number, replace(layer, qkv=qkv, output=output, mlp=TorchMlp(gate_up, down)))
+        down.scale(find_scales(down.rows, down.weight, self.form))
+        fold_into_up(gate_up, down.scales)
+        norms = replace(layer.norms, before_attention=self._fold(layer.norms.before_attention, qkv), before_mlp=self._fold(layer.norms.before_mlp, gate_up))
+        linears = [qkv, output, gate_up, down]
+        forms = [self.form, Form(self.packing.of_output, self.packing.group), self.form, self.form]
+        matrices = [round_layer(each, form) for each, form in zip(linears, forms, strict=True)]
+        simulated = [simulate(matrix, each, form) for matrix, each, form in zip(matrices, linears, forms, strict=True)]
+        self.states = self._run(number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:])))
+        packed = [self._pack(matrix, each) for matrix, each in zip(matrices, linears, strict=True)]
+        kept = {each.name: getattr(norms, each.name) for each in fields(Norms)}
+        kept = {name: None if norm is None else norm.bfloat16() for name, norm in kept.items()}
+        return LayerWeights(norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=self.backend.make_mlp(*packed[2:]))
+
+    def _fold(self, norm: Tensor | None, linear: ObservedLinear) -> Tensor | None:
+        """The norm before the layer with its inputs' scales in it. Where none is before it, there
+        is nothing to fold them into."""
+        if norm is None:
+            return None
+        folded, scales = fold_into_norm(norm, find_scales(linear.rows, linear.weight, self.form))
+        linear.scale(scales)
+        return folded
+
+    def _head(self, norm: Tensor, linear: Head) -> tuple[Tensor, Linear]:
+        """The last norm and the LM head behind it, scaled, rounded and packed."""
+        form = Form(self.packing.of_head, self.packing.group)
+        head = observe(linear, self.num_rows)
+        for x in self.states:
+            head.keep(rms_norm(x, norm, self.loader.config.rms_norm_eps))
+        folded, scales = fold_into_norm(norm, find_scales(head.rows, head.weight, form))
+        head.scale(scales)
+        return folded.bfloat16(), self._pack(round_layer(head, form), head)
+
+    def _pack(self, matrix: Matrix, linear: TorchLinear) -> Linear:
+        """The layer for the backend, in the form that its matrix has."""
+        bias = None if linear.bias is None else linear.bias.bfloat16()
+        return self.backend.make_linear(matrix, bias, is_gated=linear.is_gated, activation=linear.activation)
+
+
+def observe(linear: Product | Head, num_rows: int) -> ObservedLinear:
+    assert isinstance(linear, TorchLinear)
+    return ObservedLinear(linear, num_rows)
+
+
+def round_layer(linear: ObservedLinear, form: Form) -> Matrix:
+    """The layer's weights as they are now, quantized."""
+    return quantize_matrix(linear.weight, form) if form.kind == "w8a8" else round_four_bit(linear.weight, linear.gram, form.kind, form.group)
+
+
+def simulate(matrix: Matrix, linear: TorchLinear, form: Form) -> TorchLinear:
+    """The layer as it will compute, in float32."""
+    return SimulatedLinear(matrix, linear.bias, form, is_gated=linear.is_gated, activation=linear.activation)

@@ -1,0 +1,1 @@
+"""OpenAI's chat completion, completion and embeddings: the requests that those of all APIs become."""

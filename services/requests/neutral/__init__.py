@@ -1,2 +1,0 @@
-"""The neutral request: OpenAI's chat completion, completion and embeddings, which every API's
-request becomes."""

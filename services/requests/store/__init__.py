@@ -1,0 +1,1 @@
+"""Records in Redis and in files: responses, batches, files, prompt modules, tenants."""

@@ -1,0 +1,130 @@
+"""AnswerParser: the parsers of one answer, by name, one behind the other: reasoning first, and
+calls in what is left. gpt-oss' form has one parser for both."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.requests.text.parsing.harmony import ANSWER, BETWEEN, THOUGHT, HarmonyParser
+from services.requests.text.parsing.json_calls import Form, JsonCalls
+from services.requests.text.parsing.pieces import Parser, Piece, merged
+from services.requests.text.parsing.reasoning import Marks, ReasoningParser
+from services.requests.text.parsing.text_calls import PythonicCalls, gemma_calls
+from services.requests.text.parsing.xml_calls import xml_calls
+
+INPUT = "input"  # the argument of a custom tool's function
+
+HARMONY = "harmony"
+THINK = Marks(("<think>",), ("</think>",))
+REASONING: dict[str, Marks] = {
+    "deepseek_r1": THINK,
+    "qwen3": THINK,
+    "granite": Marks(("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")),
+    "mistral": Marks(("[THINK]",), ("[/THINK]",)),
+    "gemma4": Marks(("<|channel>thought",), ("<channel|>",)),
+    HARMONY: Marks((THOUGHT,), (BETWEEN + ANSWER,)),
+}
+FORMS: dict[str, Form] = {
+    "hermes": Form(("<tool_call>",), ("</tool_call>",)),
+    "llama3_json": Form(("<|python_tag|>",), may_be_bare=True),
+    "mistral": Form(("[TOOL_CALLS]",), has_names_first=True),
+    "granite": Form(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",)),
+}
+OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": gemma_calls}
+XML = "qwen3_coder"
+TOOL_CALLS = (*FORMS, *OTHERS, XML, HARMONY)
+WITH_SPECIAL_TOKENS = ("mistral", "gemma4", HARMONY)  # of REASONING
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How the answers of a request are parsed; a part of its record, so that whoever resumes it
+    parses alike."""
+
+    reasoning: str = ""  # of REASONING; empty: not at all
+    tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all
+    names: Sequence[str] = ()  # of the functions
+    max_calls: int = 0  # those beyond are dropped; 0: none is
+    texts: Sequence[str] = ()  # the parameters, as function.parameter, whose values are texts as they stand; for XML
+    customs: Sequence[str] = ()  # of the names, those of custom tools: the one argument is a text, which the client gets as it is
+    is_legacy: bool = False  # the client knows one function_call, and no tool_calls
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether a marker may be a special token, which is no text unless asked for."""
+        return self.reasoning in WITH_SPECIAL_TOKENS or self.tool_calls in TOOL_CALLS
+
+
+class ForcedCall:
+    """Parser of an answer that is nothing but one function's arguments."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._has_begun = False
+
+    def feed(self, text: str) -> list[Piece]:
+        text = text if self._has_begun else text.lstrip()
+        if not text:
+            return []
+        call = [] if self._has_begun else [Piece("call", self.name)]
+        self._has_begun = True
+        return [*call, Piece("arguments", text)]
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+FORCED: dict[str, Callable[[frozenset[str]], Parser]] = {
+    "calls": lambda names: JsonCalls(Form(may_be_bare=True, has_prose=False), names),
+    "arguments": lambda names: ForcedCall(next(iter(names))),
+}
+
+
+class AnswerParser:
+    def __init__(self, parsing: Parsing) -> None:
+        names = frozenset(parsing.names)
+        self._reasoning = make_reasoning_parser(parsing, names)
+        has_calls = parsing.tool_calls not in ("", HARMONY)
+        self._tool_calls = make_tool_parser(parsing.tool_calls, names, frozenset(parsing.texts)) if has_calls else None
+        self._max_calls = parsing.max_calls
+        self._num_calls = 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the model thinks, as far as the text says."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
+    def feed(self, text: str) -> list[Piece]:
+        return merged(self._bounded(self._into_calls(self._reasoning.feed(text) if self._reasoning is not None else [Piece("content", text)])))
+
+    def finish(self) -> list[Piece]:
+        pieces = self._into_calls(self._reasoning.finish() if self._reasoning is not None else [])
+        return merged(self._bounded(pieces + (self._tool_calls.finish() if self._tool_calls is not None else [])))
+
+    def _into_calls(self, pieces: list[Piece]) -> list[Piece]:
+        if self._tool_calls is None:
+            return pieces
+        return [found for piece in pieces for found in (self._tool_calls.feed(piece.text) if piece.kind == "content" else [piece])]
+
+    def _bounded(self, pieces: list[Piece]) -> list[Piece]:
+        kept = []
+        for piece in pieces:
+            self._num_calls += piece.kind == "call"
+            if not self._max_calls or piece.kind not in ("call", "arguments") or self._num_calls <= self._max_calls:
+                kept.append(piece)
+        return kept
+
+
+def make_reasoning_parser(parsing: Parsing, names: frozenset[str]) -> ReasoningParser | HarmonyParser | None:
+    if parsing.reasoning == HARMONY:
+        return HarmonyParser(names)
+    return ReasoningParser(REASONING[parsing.reasoning]) if parsing.reasoning else None
+
+
+def make_tool_parser(name: str, names: frozenset[str], texts: frozenset[str] = frozenset()) -> Parser:
+    """A fresh parser of the form of that name, of calls of these functions. texts: as of
+    Parsing."""
+    if name == XML:
+        return xml_calls(names, texts)
+    if name in FORMS:
+        return JsonCalls(FORMS[name], names)
+    return (OTHERS | FORCED)[name](names)

@@ -1,0 +1,1 @@
+"""Helper processes: work on a client's text or image that may take too long, or too much memory."""

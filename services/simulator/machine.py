@@ -1,0 +1,57 @@
+"""Machine: what a replica runs on, from a card's data sheet or from steps that were measured."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.compute.scheduling.step_cost import StepCost
+from services.simulator.hardware import HARDWARE, Precision
+from services.simulator.models import ModelShape
+from services.simulator.reading import reason
+from services.simulator.roofline import Group, Roofline, Work, kv_tokens
+from shared.process.errors import StartupError
+
+
+class Cost(Protocol):
+    """Seconds of a step."""
+
+    def seconds(self, work: Work) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The cost that a scheduler learned from a server's steps."""
+
+    step_cost: StepCost
+
+    def seconds(self, work: Work) -> float:
+        return self.step_cost.seconds(int(work.num_tokens), int(work.num_context_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cost: Cost
+    kv_tokens: int  # for which the KV cache has room
+    price: float  # $ an hour
+
+
+def find_machine(name: str, model: ModelShape, precision: Precision, group: Group, price: float | None) -> Machine:
+    """A group of known cards, or a .json with the cost of measured steps. price: $ of a card for an
+    hour; None: the one that is assumed. Raises StartupError."""
+    if name in HARDWARE:
+        hardware = HARDWARE[name]
+        room = kv_tokens(model, hardware, precision, group)
+        return Machine(Roofline(model, hardware, precision, group), room, (hardware.price if price is None else price) * group.num_cards)
+    try:
+        fields = json.loads(Path(name).read_text())
+        fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]
+        if fixed_s <= 0 or min(others) < 0:
+            raise ValueError("costs must not be negative, fixed_s not 0")
+        machine = Machine(Measured(StepCost(*costs)), int(fields["kv_tokens"]), 1.0 if price is None else price)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"
+        raise StartupError(f"{text} ({reason(error)})") from None
+    if group.num_cards > 1:
+        raise StartupError(f"--hardware {name}: its steps were measured as they are, so it can't be divided over {group.num_cards} cards")
+    return machine
