@@ -1,7 +1,7 @@
 """Places: how many sequences of batches this worker has in the pipeline at once, and who waits for
 the end of each.
 
-What is in the pipeline of a model is a hash in Redis (gateway/admission.py), and whoever ends a
+What is in the pipeline of a model is a hash in Redis (requests/store/admission), and whoever ends a
 request takes it out. So one look at that hash for all requests at once says which of them have
 ended, and how many there are of others, for whom the batches make room.
 """

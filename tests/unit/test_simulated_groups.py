@@ -195,7 +195,7 @@ def rows_of(page: str, section: str) -> list[list[str]]:
 
 def test_the_page_says_what_the_simulator_says() -> None:
     """One line of a model, and the published batches of one: all of them would take minutes."""
-    page = (ROOT / "docs/operate/hardware.md").read_text()
+    page = (ROOT / "docs/operate/hardware-tables.md").read_text()
     limits = StepLimits(256, 2048, 16, "paged", 4096)
     case = Case("h100-80g", "w8a8", "int8", Group(1, 1, LINKS["nvlink4"], LINKS["nvlink4"]), 3.0)
     line = simulate_line(MODELS["llama-3-8b"], case, load_trace("synthetic", 1024), limits)

@@ -1,7 +1,7 @@
 """The head of a GGUF file: its metadata, and where each tensor lies. No tensor is read here, and no
 torch is needed.
 
-The format is the one that ggml's docs/understand/gguf.md describes, versions 2 and 3, little-endian: counts,
+The format is the one that ggml's docs/gguf.md describes, versions 2 and 3, little-endian: counts,
 then keys with typed values, then tensors with name, shape, type and offset, then the data. Every
 length is checked against the file before it is believed.
 """
