@@ -125,9 +125,14 @@ def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
     app.add_middleware(RequestId)
     app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     app.add_middleware(
-        CORSMiddleware, allow_origins=context.settings.allow_origin, allow_origin_regex=by_default, allow_methods=["*"], allow_headers=["*"],
+        CORSMiddleware,
+        allow_origins=context.settings.allow_origin,
+        allow_origin_regex=by_default,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_private_network=True,  # a page that may use the gateway may do so from the web, too
         expose_headers=["X-Request-Id", "Retry-After", HEADER],
-    )  # fmt: skip
+    )
     add_routes(app)
     describe_bodies(app, BODIES)
     return app

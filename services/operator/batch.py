@@ -3,10 +3,11 @@
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from tqdm import tqdm
@@ -15,7 +16,9 @@ from services.operator.batch_lines import Sifted, lines_of, sift
 from shared.process.errors import StartupError, words_of
 
 POLL_S = 0.5
-PATIENCE_S = 60.0  # for a gateway that does not answer, once the batch runs
+T = TypeVar("T")
+START_PATIENCE_S = 20.0  # for a gateway that is not there, before the batch runs
+PATIENCE_S = 60.0  # for one that does not answer, once it runs
 MAX_TOLD = 5  # lines that are no requests
 FINAL = ("completed", "failed", "expired", "cancelled")
 
@@ -29,7 +32,10 @@ def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str
             out = out or Path(f"{source}.out.jsonl" if is_batch or not Path(source).name else Path(source).with_suffix(".out.jsonl"))
             if is_batch or Path(source).exists():
                 check_out(out, Path(source))
-            batch, sifted = (call(client, "GET", f"/v1/batches/{source}"), Sifted()) if is_batch else create(client, Path(source), window, errors_of(out))
+            if is_batch:
+                batch, sifted = insist(lambda: call(client, "GET", f"/v1/batches/{source}")), Sifted()
+            else:
+                batch, sifted = create(client, Path(source), window, errors_of(out))
             return collect(client, watch(client, batch), out, sifted)
         except httpx.HTTPError as error:
             raise StartupError(f"no gateway at {url}: is Penstock up? ({words_of(error)})") from None
@@ -69,12 +75,29 @@ def create(client: httpx.Client, source: Path, window: str, errors: Path) -> tup
                 others.seek(0)
                 errors.write_bytes(sifted.answers())
                 tell_refused(sifted)
-            uploaded = call(client, "POST", "/v1/files", files={"file": (source.name, others if sifted.refused else file)}, data={"purpose": "batch"})
+            part = {"file": (source.name, others if sifted.refused else file)}
+            uploaded = insist(lambda: call(client, "POST", "/v1/files", files=part, data={"purpose": "batch"}))
     except OSError as error:
         raise StartupError(f"{error.filename or source}: {error.strerror}") from None
-    batch = call(client, "POST", "/v1/batches", json={"input_file_id": uploaded["id"], "endpoint": sifted.endpoint, "completion_window": window})
+    asked = {"input_file_id": uploaded["id"], "endpoint": sifted.endpoint, "completion_window": window}
+    batch = insist(lambda: call(client, "POST", "/v1/batches", json=asked))
     print(f"{batch['id']}: {source.name}, {uploaded['bytes']} bytes, for {sifted.endpoint}", file=sys.stderr)
     return batch, sifted
+
+
+def insist(ask: Callable[[], T]) -> T:
+    """The answer of a gateway that may not be there at once, as when it is restarted. Raises what `ask` raises last."""
+    until, has_told = time.monotonic() + START_PATIENCE_S, False
+    while True:
+        try:
+            return ask()
+        except (httpx.ConnectError, Away) as error:  # nothing was done, so asking again does nothing twice
+            if time.monotonic() > until:
+                raise
+            if not has_told:
+                print(f"no gateway now ({words_of(error)}): trying for {START_PATIENCE_S:g} s", file=sys.stderr)
+            has_told = True
+            time.sleep(POLL_S)
 
 
 def tell_refused(sifted: Sifted) -> None:
@@ -162,6 +185,10 @@ class Unavailable(StartupError):
     """The gateway can't answer at the moment."""
 
 
+class Away(Unavailable):
+    """It has not taken the request: it begins or ends, or a proxy does not reach it."""
+
+
 def call(client: httpx.Client, method: str, path: str, **options: Any) -> dict[str, Any]:
     """The answer, JSON. Raises StartupError with the gateway's words, Unavailable if they may change."""
     response = client.request(method, path, **options)
@@ -178,4 +205,4 @@ def failure_of(response: httpx.Response) -> StartupError:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{response.request.method} {response.request.url.path}: {response.status_code}"
-    return (Unavailable if response.status_code in (429, 500, 502, 503) else StartupError)(message)
+    return {429: Unavailable, 500: Unavailable, 502: Away, 503: Away}.get(response.status_code, StartupError)(message)

@@ -12,20 +12,14 @@ GONE = RequestError("the request was lost: Redis has lost its data", 500, code="
 TOO_MUCH = RequestError("too many long responses are followed at this gateway", 429, code="too_many_streams")
 
 TYPE_BY_STATUS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
     504: "timeout_error",
 }
-
 
 CODE_BY_STATUS = {400: "invalid_value", 413: "body_too_large"}  # of errors that have no code of their own
 CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody reads it
@@ -39,9 +33,15 @@ class RequestFailed(Exception):
         self.error = error
 
 
+def type_of(status: int) -> str:
+    """OpenAI's word for the kind of error that a status is of."""
+    return TYPE_BY_STATUS.get(status, "invalid_request_error" if status < CLIENT_CLOSED else "server_error")
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     code = code or CODE_BY_STATUS.get(status)
-    return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code} | context_sizes(message, code)}
+    told = {"message": message, "type": type_of(status), "param": param, "code": code}
+    return {"error": told | context_sizes(message, code)}
 
 
 def context_sizes(message: str, code: str | None) -> dict[str, int]:

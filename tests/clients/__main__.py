@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.clients.install import ROOT, NotInstalledError, Npm, check_node
 from tests.clients.recorder import Recorder, recording
-from tests.clients.server import free_port, scripted_server, server
+from tests.clients.server import NAMED_HOST, free_port, scripted_server, server
 from tests.clients.table import CLIENTS, Client
 from tests.clients.tasks import AGENTS, SECRET, make_script
 
@@ -113,7 +113,7 @@ def main(options: argparse.Namespace) -> int:
                 script.write_text(make_script({name: folder for name, folder in folders.items() if name in AGENTS}))
                 urls[model] = stack.enter_context(scripted_server(options.python, script))
             else:
-                urls[model] = stack.enter_context(server(options.python, f"http://127.0.0.1:{os.environ['PAGE_PORT']}"))
+                urls[model] = stack.enter_context(server(options.python, f"http://{NAMED_HOST}:{os.environ['PAGE_PORT']}"))
         for name, version in versions.items():
             client = by_name[name]
             result, recorder = check(client, version, urls[client.model], folders[name])

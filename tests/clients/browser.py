@@ -1,4 +1,4 @@
-"""A page in headless Chromium: of the origin that may call the API, and of one that may not; and the API's own pages."""
+"""A page in headless Chromium: of the origin that the operator named, and of one that may not; and the API's own pages."""
 
 import http.server
 import os
@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from tests.clients.frameworks import ANSWER, MODEL, QUESTION
+from tests.clients.server import NAMED_HOST
 
 PAGE = """<!doctype html><title>waiting</title><script>
 (async () => {
@@ -46,13 +47,14 @@ def browser(url: str) -> None:
     pages = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=pages.serve_forever, daemon=True).start()
     options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-proxy-server"):
-        options.add_argument(argument)
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-proxy-server"):
+        options.add_argument(f"--{argument}")
+    options.add_argument("--host-resolver-rules=MAP *.example 127.0.0.1")
     options.binary_location = shutil.which("chromium") or ""
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
     try:
-        assert title_of(driver, f"http://127.0.0.1:{port}/").startswith(f"done: {ANSWER}")
-        assert title_of(driver, f"http://localhost:{port}/").startswith("failed: ")
+        assert title_of(driver, f"http://{NAMED_HOST}:{port}/").startswith(f"done: {ANSWER}")
+        assert title_of(driver, f"http://other.example:{port}/").startswith("failed: ")
         driver.get(f"{url}/docs")
         deadline = time.monotonic() + 60
         while "chat/completions" not in driver.page_source and time.monotonic() < deadline:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 
 START_TIMEOUT_S = 180.0
+NAMED_HOST = "named.example"  # of the pages that may call the demo model's server
 
 
 def free_port() -> int:

@@ -113,7 +113,8 @@ def test_embeddings_and_the_lists_without_v1(demo: Deployment) -> None:
         ("/completion", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, 501, "model"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-        ("/v1/fim/completions", {"prompt": "a"}, 400, "suffix"),
+        ("/v1/fim/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/v1/fim/completions", {"prompt": "a"}, 400, "model"),
     ],
 )
 def test_what_is_wrong_is_named_as_llamacpps_clients_know_it(path: str, body: dict[str, Any], status: int, param: str, demo: Deployment) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from services.operator import batch
-from services.operator.batch import download, run_batch
+from services.operator.batch import call, download, insist, run_batch
 from services.operator.batch_lines import Sifted, sift
 from shared.process.errors import StartupError
 
@@ -79,6 +79,32 @@ def test_answers_that_do_not_come_leave_nothing_that_looks_whole(tmp_path: Path,
     ):
         download(client, "file-a", tmp_path / "out.jsonl")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.jsonl", "of the last time")]
+
+
+def test_a_gateway_that_is_being_restarted_is_waited_for_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(batch, "POLL_S", 0.01)
+    uploads: list[bytes] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        uploads.append(request.read())
+        if len(uploads) == 1:
+            raise httpx.ConnectError("[Errno 111] Connection refused")
+        return httpx.Response(503 if len(uploads) == 2 else 200, json={"id": "file-a"})
+
+    with httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(answer)) as client:
+        file = io.BytesIO(LINE)
+        assert insist(lambda: call(client, "POST", "/v1/files", files={"file": file})) == {"id": "file-a"}
+    assert len(uploads) == 3 and all(LINE in each for each in uploads), "each is whole"
+    assert capsys.readouterr().err == "no gateway now (Connection refused): trying for 20 s\n"
+
+
+def test_without_a_gateway_the_error_says_so_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(batch, "START_PATIENCE_S", 0.6)
+    url = "http://127.0.0.1:9"  # nobody listens there
+    with pytest.raises(StartupError) as refused:
+        run_batch(url, "batch_x", tmp_path / "out.jsonl", "24h", None)
+    assert str(refused.value) == f"no gateway at {url}: is Penstock up? (Connection refused)"
+    assert capsys.readouterr().err == "no gateway now (Connection refused): trying for 0.6 s\n"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ COMMANDS = {
     "a model folder under a file": (["pull", "smollm2-135m"], "file/.penstock/models/smollm2-135m: Not a directory"),
     "a data folder under a file": (["up", "--model", "demo", "--data-dir", "{file}/x"], "--data-dir {file}/x: Not a directory"),
     "keys in a folder that can't be": (["keys", "add", "me", "--keys-file", "/proc/none/x"], "/proc/none/x can't be written: No such file or directory"),
-    "no gateway": (["batch", "batch_x", "--url", NOWHERE], f"no gateway at {NOWHERE}: is Penstock up? (Connection refused)"),
     "no Redis": (["status", "--redis-url", "redis://127.0.0.1:9"], "is Penstock up? (Connection refused.)"),
 }
 

@@ -56,6 +56,34 @@ def test_what_engines_read_differently_is_not_enforced(pattern: str) -> None:
     assert written(pattern) is None
 
 
+ABOUT = "look-around, including look-ahead and look-behind, is not supported"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("a(", "is no regular expression: missing ), unterminated subpattern at position 1"),
+        ("[b-a]", "is no regular expression: bad character range b-a at position 1"),
+        ("a\\", "is no regular expression: bad escape (end of pattern) at position 1"),
+        ("a(?<=b)", f"can't be enforced: {ABOUT}"),
+        (r"(a)\1", "can't be enforced: backreferences are not supported"),
+        ("a++", "can't be enforced: engines read it differently"),
+        ("[^]", "can't be enforced: unclosed character class"),
+    ],
+)
+def test_a_pattern_that_is_not_enforced_is_named_with_the_reason(pattern: str, words: str) -> None:
+    schema: Any = {"$defs": {"x": {"type": "array", "items": {"type": "string", "pattern": pattern}}}}
+    schema |= {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$"}, "b": {"$ref": "#/$defs/x"}}}
+    with pytest.raises(Invalid) as refused:
+        prepare(Constraint("json_schema", json.dumps(schema), "s"))
+    assert str(refused.value) == f"s: $defs.x.items.pattern {words}; without strict it is passed over"
+    named = {"type": "object", "patternProperties": {pattern: {}}, "required": ["a"], "minProperties": 2}
+    with pytest.raises(Invalid) as refused:
+        prepare(Constraint("json_schema", json.dumps(named), "s"))
+    told = f"s: patternProperties.{pattern} {words}; minProperties can't be enforced; without strict it is passed over"
+    assert str(refused.value) == told
+
+
 def test_answers_by_chance_match_their_patterns() -> None:
     counts: Counter[str] = Counter()
     assert patterns.of_patterns(NUM_DRAWN, 0, counts) == []

@@ -1,6 +1,7 @@
 """Two spellings of one number mean the same, in every body."""
 
-from typing import Any
+import re
+from typing import Any, Literal, get_origin
 
 import numpy as np
 import orjson
@@ -46,8 +47,8 @@ CASES = [(kind, name) for kind in BODIES for name in sorted(getattr(kind, "integ
 
 def test_the_fields_that_take_integers_are_found() -> None:
     """If a new way of writing a type hides them, this test finds none."""
-    assert {"max_tokens", "top_k", "seed", "n", "logprobs", "stop_token_ids", "allowed_token_ids"} <= CompletionBody.integers
-    assert not {"temperature", "top_p", "logit_bias", "deadline_s", "stream", "prompt"} & CompletionBody.integers
+    assert {"max_tokens", "top_k", "seed", "n", "logprobs", "stop_token_ids", "allowed_token_ids"} <= CompletionBody.integers.keys()
+    assert not {"temperature", "top_p", "logit_bias", "deadline_s", "stream", "prompt"} & CompletionBody.integers.keys()
     assert len(CASES) > 40 and {kind.__name__ for kind, _ in CASES} >= {"MessagesBody", "ResponseBody", "LlamaCompletionBody", "OllamaEmbedBody", "RerankBody"}
 
 
@@ -60,6 +61,20 @@ def test_a_whole_float_is_the_integer_and_no_other_float_is(kind: type[Body], na
         with pytest.raises(Invalid) as refused:
             parse(kind, orjson.dumps(body_of(kind, **{name: wrong})))
         assert refused.value.param == name
+        is_listed = get_origin(kind.model_fields[name].annotation) is Literal  # whose values the error names
+        assert wrong == number + 0.5 or is_listed or re.search("from -?[0-9]+ to [0-9]+$", str(refused.value))
+
+
+def test_an_integer_out_of_its_range_is_told_the_range() -> None:
+    for name, value, words in (
+        ("seed", 2**64, "seed: expected an integer from -9223372036854775808 to 18446744073709551615"),
+        ("n", 0, "n: expected an integer from 1 to 128"),
+        ("truncate_prompt_tokens", 1 << 40, "truncate_prompt_tokens: expected an integer from -1 to 16777216"),
+        ("top_k", 2**64, "top_k: expected an integer from 0 to 16777216"),
+    ):
+        with pytest.raises(Invalid) as refused:
+            parse(CompletionBody, f'{{"prompt": "x", "{name}": {value}}}'.encode())
+        assert (str(refused.value), refused.value.param) == (words, name)
 
 
 def test_so_are_those_in_lists_and_those_that_stand_for_tokens() -> None:

@@ -112,6 +112,41 @@ def test_what_nothing_satisfies_is_refused_also_where_only_the_engine_sees_it(sc
     assert not is_lenient or "no answer can match it" in str(refused.value)
 
 
+LISTS = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
+TREE = {"type": "object", "properties": {"sons": {"type": "array", "items": {"$ref": "#"}}}, "required": ["sons"]}
+CHAIN = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+EITHER = {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 2}]}
+OTHER = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        (LISTS, False),
+        (LISTS | {"minItems": 0}, True),
+        (LISTS | {"type": ["array", "null"]}, True),
+        (CHAIN, False),
+        (CHAIN | {"required": []}, True),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]}, False),
+        ({"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2}, False),
+        ({"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 1}, True),
+        ({"allOf": [CHAIN, {"type": "object", "maxProperties": 1}]}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": EITHER, "b": OTHER}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": EITHER, "b": OTHER | {"required": []}}}, True),
+        ({"$ref": "#/$defs/b", "$defs": {"a": {"enum": [[], 1]}, "b": OTHER}}, True),
+        (TREE, True),
+    ],
+)
+@pytest.mark.parametrize("is_lenient", [False, True])
+def test_a_schema_whose_answers_never_end_is_refused(schema: Any, ends: bool, is_lenient: bool) -> None:
+    try:
+        found = prepared(schema, is_lenient=is_lenient)
+    except Invalid as error:
+        assert not ends and str(error).endswith("no answer can match it: by a $ref, each would hold another one, without an end")
+    else:
+        assert ends and "$ref" in found.constraint.text
+
+
 def many(count: int, **more: Any) -> Any:
     kinds = ({"type": "string"}, {"type": "integer"})
     return {"type": "object", "properties": {f"p{number}": {**kinds[number % 2], **more} for number in range(count)}, "required": ["p1", "p7"]}

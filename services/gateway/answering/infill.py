@@ -70,10 +70,11 @@ async def infilled(context: Context, body: CompletionBody, *, is_asked: bool = F
     if not body.suffix and not is_asked:
         return body
     if body.echo:
-        raise Invalid("echo is not available with suffix: the prompt is no text that the answer follows", param="echo")
+        raise Invalid("echo is not available in infilling: the prompt is no text that the answer follows", param="echo")
     model = context.resolve(body.model)
     if (marks := await find_marks(context, model)) is None:
-        reason = f"{model} has no tokens for infilling, it was not trained for it: leave suffix out to have the prompt continued by /v1/completions"
-        raise Invalid(reason, param="suffix", code="model_not_supported")
+        reason = "it was not trained for it: /v1/completions without suffix continues the prompt"
+        param = "suffix" if body.suffix else "model"
+        raise Invalid(f"{model} has no tokens for infilling, {reason}", param=param, code="model_not_supported")
     prompts = await infill_prompts(context, model, marks, body.prompt, body.suffix or "")
     return body.model_copy(update={"prompt": prompts, "suffix": None})

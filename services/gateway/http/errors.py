@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from services.gateway.http.encodings import TAKEN
 from services.requests.dialects.anthropic.errors import error_of
-from services.requests.errors import CLIENT_CLOSED, TYPE_BY_STATUS, RequestFailed, context_sizes, error_body
+from services.requests.errors import CLIENT_CLOSED, RequestFailed, context_sizes, error_body, type_of
 from shared.model.context_length import CODE as TOO_LONG
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.process.telemetry import get_logger
@@ -27,13 +27,13 @@ log = get_logger("penstock.gateway")
 LLAMA_PATHS = (
     "/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template", "/props", "/slots", "/lora-adapters",
 )  # fmt: skip
-LLAMA_TYPES = TYPE_BY_STATUS | {404: "not_found_error", 501: "not_supported_error"}
+LLAMA_TYPES = {404: "not_found_error", 501: "not_supported_error"}  # where they are others than OpenAI's
 
 
 def llama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     """The body for llama.cpp's endpoints: `code` is the status, and a prompt that is too long has a
     type of its own."""
-    kind = "exceed_context_size_error" if code == TOO_LONG else LLAMA_TYPES.get(status, "server_error")
+    kind = "exceed_context_size_error" if code == TOO_LONG else LLAMA_TYPES.get(status) or type_of(status)
     return {"error": {"code": status, "message": message, "type": kind, "param": param} | context_sizes(message, code)}
 
 

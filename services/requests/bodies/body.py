@@ -19,8 +19,9 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from services.requests.bodies.fields import shortened, whole_items
+from services.requests.bodies.fields import WORD, shortened, whole_items
 from services.requests.bodies.ignored import MAX_NAMES, collecting, tell, tell_below
+from shared.model.sampling_params import BOUNDS
 
 Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 
@@ -62,20 +63,22 @@ OF_MESSAGES: Table = {
 OF_CALLS: Table = {"parsed_arguments": ANYTHING}  # that the openai package's parse() adds, and sends back
 
 MAX_UNKNOWN = 8  # of the refused fields of an object, so many are named
+OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")  # pydantic's errors: one end each
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
 
-    integers: ClassVar[frozenset[str]] = frozenset()  # the fields that take one, or several
+    integers: ClassVar[dict[str, tuple[float, float]]] = {}  # fields that take one, or several: the least, the largest
 
     _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
     _is_worth_a_look: bool = PrivateAttr(False)  # something was passed over in it or below; mostly nothing was
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.integers = frozenset(name for name, field in cls.model_fields.items() if takes_integers(field.annotation))
+        fields = {name: each for name, each in cls.model_fields.items() if takes_integers(each.annotation)}
+        cls.integers = {name: range_of(name, each.metadata) for name, each in fields.items()}
 
     @model_validator(mode="wrap")
     @classmethod
@@ -85,28 +88,39 @@ class Body(BaseModel):
         if not isinstance(value, dict):
             return handler(value)
         value = without_neutral(value, cls.model_fields, cls.neutral)
-        value |= {name: whole_items(value[name]) for name in cls.integers & value.keys()}
+        value |= {name: whole_items(value[name]) for name in cls.integers.keys() & value.keys()}
         unknown = [key for key in value if key not in cls.model_fields]
         refused = [key for key in unknown if key in cls.neutral]
         known = {key: each for key, each in value.items() if key in cls.model_fields} if unknown else value
         with collecting() as names:
             tell(*(key for key in unknown if key not in cls.neutral))
+            try:
+                body = handler(known)
+            except ValidationError as error:
+                raise cls._wrong(refused, error) from None
             if refused:
-                raise cls._wrong(refused, known, handler)
-            body = handler(known)
+                raise cls._wrong(refused)
         if names.names or names.are_below:
             body._passed_over, body._is_worth_a_look = tuple(names), True
             tell_below()
         return body
 
     @classmethod
-    def _wrong(cls, refused: list[str], known: dict[str, Any], handler: ModelWrapValidatorHandler["Body"]) -> ValidationError:
-        errors = [_refused(key) for key in refused[:MAX_UNKNOWN]]
-        try:
-            handler(known)
-        except ValidationError as error:
-            errors += [_again(each) for each in error.errors(include_url=False, include_input=False)]
+    def _wrong(cls, refused: list[str], error: ValidationError | None = None) -> ValidationError:
+        others = error.errors(include_url=False) if error is not None else []
+        errors = [*map(_refused, refused[:MAX_UNKNOWN]), *(_again(each, cls._ranged(each)) for each in others)]
         return ValidationError.from_exception_data(cls.__name__, errors)
+
+    @classmethod
+    def _ranged(cls, error: Any) -> str:
+        """The words of an error; of an integer out of its range, the whole range."""
+        kind, value = error["type"], error["input"]
+        is_beyond = kind in OUT_OF_RANGE or (kind == "int_type" and isinstance(value, float) and abs(value) >= WORD)
+        field = error["loc"][0] if is_beyond else ""
+        if field not in cls.integers:
+            return str(error["msg"])
+        least, largest = cls.integers[field]
+        return f"expected an integer from {least} to {largest}"
 
     @property
     def passed_over(self) -> list[str]:
@@ -132,10 +146,20 @@ def _refused(key: str) -> InitErrorDetails:
     return InitErrorDetails(type=PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"}), loc=(), input=None)
 
 
-def _again(error: Any) -> InitErrorDetails:
-    """An error that was raised, to be raised once more."""
-    kind = PydanticCustomError(error["type"], "{reason}", {"reason": error["msg"], "at": str(error.get("ctx", {}).get("at", ""))})
-    return InitErrorDetails(type=kind, loc=error["loc"], input=None)
+def _again(error: Any, reason: str) -> InitErrorDetails:
+    """An error that was raised, to be raised once more, with these words."""
+    told = {"reason": reason, "at": str(error.get("ctx", {}).get("at", ""))}
+    return InitErrorDetails(type=PydanticCustomError(error["type"], "{reason}", told), loc=error["loc"], input=None)
+
+
+def range_of(name: str, metadata: list[Any]) -> tuple[float, float]:
+    """The least and the largest integer of a field, by pydantic's metadata, or as a sampling parameter; else what
+    64 bits hold."""
+    least, largest = (BOUNDS if not metadata else {}).get(name, (-WORD, 2 * WORD - 1))
+    for each in metadata:
+        least = getattr(each, "ge", getattr(each, "gt", least - 1) + 1)
+        largest = getattr(each, "le", getattr(each, "lt", largest + 1) - 1)
+    return least, largest
 
 
 def takes_integers(annotation: Any) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.requests.text.schemas.closing import COMPOSED, closed
+from services.requests.text.schemas.endings import never_ends
+from services.requests.text.schemas.faults import fault_of_pattern
 from services.requests.text.schemas.form import NoSchema, normalize
 from services.requests.text.schemas.objects import bundled, table
 from services.requests.text.schemas.patterns import UNSATISFIABLE
@@ -26,6 +28,7 @@ STRICT: tuple[tuple[bool, OneOf], ...] = ((True, "exclusive"), (True, "kept"))
 LENIENT: tuple[tuple[bool, OneOf], ...] = (*STRICT, (True, "any"), (False, "any"))
 MALFORMED = "malformed"  # of an error that is the same whether it is strict or not
 NO_ANSWER = "no answer can match it"
+OF_PATTERNS = ("pattern", "patternProperties")
 ALL_BELOW, ALL_BUT_TYPE, ALL = "all below the first level", "all but its type", "all"
 
 
@@ -148,7 +151,7 @@ def strictly(schema: Any, param: str) -> Enforced:
             found = rewritten(schema, param, is_thorough=is_thorough, one_of=one_of)
             names = [name for name in found.passed_over if not name.startswith("format ")]
             if names:
-                raise refused(param, f"{', '.join(names)} can't be enforced; without strict it is passed over")
+                raise refused(param, f"{unenforced(schema, names)}; without strict it is passed over")
             check_schema(found.schema, param)
         except Invalid as error:
             refusal = refusal or error
@@ -158,6 +161,13 @@ def strictly(schema: Any, param: str) -> Enforced:
         return found
     assert refusal is not None
     raise refusal
+
+
+def unenforced(schema: Any, names: list[str]) -> str:
+    """The words of what can't be enforced; of patterns one, with its place and the reason."""
+    fault = fault_of_pattern(schema) if set(names) & set(OF_PATTERNS) else ""
+    others = ", ".join(name for name in names if not fault or name not in OF_PATTERNS)
+    return "; ".join(filter(None, (fault, others and f"{others} can't be enforced")))
 
 
 def contents_of(node: Any) -> Iterator[Json]:
@@ -236,6 +246,8 @@ def shallow_of(schema: Any) -> Iterator[tuple[Json, str]]:
 
 
 def check_schema(schema: Any, param: str) -> None:
+    if never_ends(schema):
+        raise refused(param, f"{NO_ANSWER}: by a $ref, each would hold another one, without an end")
     try:
         check_grammar(Constraint("json_schema", as_json(schema), param))
     except Invalid as error:
