@@ -3,17 +3,12 @@ for a while."""
 
 import redis.asyncio
 
+from shared.wire.script import load_script
 from shared.wire.streams import batch_lease_key
 
 LEASE_S = 15.0
 
-# KEYS[1]: lease key. ARGV: token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns
-# whether it was.
-RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-if ARGV[2] == '0' then redis.call('DEL', KEYS[1]) else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-return 1
-"""
+RENEW_LEASE = load_script("renew_lease")
 
 
 class LeaseLost(Exception):
@@ -34,11 +29,11 @@ class Lease:
 
     async def renew(self) -> bool:
         """Returns whether it was still this run's."""
-        return bool(await self.client.eval(RENEW, 1, self.key, self.token, int(LEASE_S * 1000)))
+        return bool(await RENEW_LEASE.run(self.client, [self.key], self.token, int(LEASE_S * 1000)))
 
     async def is_free(self) -> bool:
         """Returns whether nobody has it: Redis was away, or this worker stood still, for longer than the lease, and nobody else was there."""
         return not await self.client.exists(self.key)
 
     async def give_up(self) -> None:
-        await self.client.eval(RENEW, 1, self.key, self.token, 0)
+        await RENEW_LEASE.run(self.client, [self.key], self.token, 0)

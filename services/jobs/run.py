@@ -39,6 +39,7 @@ from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.line import without_command
 from shared.wire.messages import RequestError
+from shared.wire.script import load_script
 from shared.wire.streams import batch_key, upkeep_key
 
 log = get_logger("penstock.jobs")
@@ -55,8 +56,7 @@ CLOSED = {
 GONE = [{"code": "file_not_found", "line": None, "message": "the input file is gone", "param": "input_file_id"}]
 LOST = RequestError("Redis has lost this request again and again", code="request_lost")
 
-# ARGV: batch key, how often it was begun in vain. Makes no batch of one that is gone.
-BEGUN = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'num_begun', ARGV[1]) end"
+NOTE_BEGUN = load_script("note_begun")
 
 
 class BatchRun:
@@ -136,7 +136,7 @@ class BatchRun:
 
     async def _begun(self, num_begun: int) -> None:
         """Note how often in a row the batch was begun in vain."""
-        await persist(lambda: self.runtime.client.eval(BEGUN, 1, batch_key(self.batch_id), num_begun))
+        await persist(lambda: NOTE_BEGUN.run(self.runtime.client, [batch_key(self.batch_id)], num_begun))
 
     async def _load(self) -> Batch | None:
         """The batch as it is, told what is counted so far; and whether Redis is full."""
@@ -146,7 +146,7 @@ class BatchRun:
                 totals = self._totals()
                 if self.is_answering and totals.num_lines > self.told:
                     queue_note(pipe, self.batch_id, asdict(totals))
-                    pipe.eval(BEGUN, 1, batch_key(self.batch_id), 1)
+                    NOTE_BEGUN.call(pipe, [batch_key(self.batch_id)], 1)
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()

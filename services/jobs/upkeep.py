@@ -15,7 +15,7 @@ import redis
 
 from services.jobs.ending import end_soon
 from services.jobs.input import FOLDERS, folder_of
-from services.jobs.lease import LEASE_S, RENEW
+from services.jobs.lease import LEASE_S, RENEW_LEASE
 from services.jobs.runtime import JobsRuntime
 from services.requests.store.batches.figures import Backlog, queue_backlog
 from services.requests.store.batches.store import Batch, read_batch
@@ -25,6 +25,7 @@ from shared.wire.cells import without_cell
 from shared.wire.job_queue import QUEUED_S
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.wire.registry import look
+from shared.wire.script import load_script
 from shared.wire.streams import (
     BATCHES_RUNNING,
     JOB_QUEUE,
@@ -50,6 +51,7 @@ SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
 UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end is nobody's
 UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that nobody serves go
+SHORTEN, REMOVE_UNUSED = load_script("shorten"), load_script("remove_unused")
 
 
 async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
@@ -95,7 +97,7 @@ async def sweep(runtime: JobsRuntime) -> None:
         running.append(batch)
         # so long: not renewed since Redis' clock went back, when its holder's lease became as long
         if holder not in alive or left_ms > 1000 * LEASE_S:
-            await runtime.client.eval(RENEW, 1, batch_lease_key(name), lease or b"", 0)
+            await RENEW_LEASE.run(runtime.client, [batch_lease_key(name)], lease or b"", 0)
             if batch.closes(time.time()):
                 end_soon(runtime, name)
             else:
@@ -161,17 +163,12 @@ async def shorten_logs(runtime: JobsRuntime) -> int:
                 response_id = response_of(key.decode().removeprefix(log_key("")))
                 # of no use without the log; where others of the response run, a day long
                 for other in (stored_key(response_id), response_key(response_id)):
-                    pipe.eval(SHORTEN, 1, other, SHORT_LOG_TTL_S, LOG_TTL_S)
+                    SHORTEN.call(pipe, [other], SHORT_LOG_TTL_S, LOG_TTL_S)
             await pipe.execute()
         num_shortened += len(ended)
         if cursor == 0:
             break
     return num_shortened
-
-
-# KEYS[1]: key. ARGV: s, s: the life of what has ended, that is to be as short as the first; what has longer
-# to live stays.
-SHORTEN = "if redis.call('TTL', KEYS[1]) <= tonumber(ARGV[2]) then redis.call('EXPIRE', KEYS[1], ARGV[1]) end"
 
 
 async def tidy(runtime: JobsRuntime) -> None:
@@ -218,15 +215,5 @@ async def remove_streams(runtime: JobsRuntime) -> int:
         prefix = make("").key
         for key in [without_cell(key).decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
             if key.removeprefix(prefix) not in served:
-                num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 1, key, UNUSED_MS) or 0)
+                num_removed += await REMOVE_UNUSED.run(runtime.client, [key], UNUSED_MS)
     return num_removed
-
-
-# KEYS[1]: stream. ARGV: ms. In one script: a gateway may just be about to add to it.
-REMOVE_UNUSED = """
-if redis.call('TYPE', KEYS[1]).ok ~= 'stream' or redis.call('XLEN', KEYS[1]) > 0 then return 0 end
-local now = redis.call('TIME')
-local last = tonumber(string.match(redis.call('XINFO', 'STREAM', KEYS[1])[8], '^%d+'))
-if tonumber(now[1]) * 1000 - last < tonumber(ARGV[1]) then return 0 end
-return redis.call('DEL', KEYS[1])
-"""

@@ -18,6 +18,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.cells import without_cell
 from shared.wire.line import Pipeline
 from shared.wire.messages import decode, encode
+from shared.wire.script import load_script
 from shared.wire.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
 from shared.wire.transport import Transport
 
@@ -27,6 +28,8 @@ RELEASED_MS = 24 * 3600 * 1000  # an idle time beyond any lease
 CLAIM_WINDOW = 64  # pending entries that are looked at for those delivered least often
 TRIM_EVERY_S = 0.5  # of a stream that one replica reads
 FORGET_CONSUMER_MS = 60_000  # of a consumer that is not alive and has nothing pending
+FORGET_CONSUMERS, LEAVE_GROUP = load_script("forget_consumers"), load_script("leave_group")
+RENEW_ENTRIES, TAKEN_OVER = load_script("renew_entries"), load_script("taken_over")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,21 +157,23 @@ class GroupReader:
     def forget_consumers(self, live: set[str]) -> None:
         """Remove the names of consumers that are dead and have nothing pending."""
         self.transport.persist(
-            lambda: self.transport.client.eval(FORGET_CONSUMERS, 1, self.stream.key, self.stream.group, FORGET_CONSUMER_MS, self.consumer, *live)
+            lambda: FORGET_CONSUMERS.call(self.transport.client, [self.stream.key], self.stream.group, FORGET_CONSUMER_MS, self.consumer, *live)
         )
 
     def renew(self, pipe: Pipeline, entry_ids: Collection[bytes]) -> None:
         """Say that these entries are still being worked on, as far as they are still this
         consumer's."""
         if entry_ids:
-            pipe.eval(RENEW, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids)
+            RENEW_ENTRIES.call(pipe, [self.stream.key], self.stream.group, self.consumer, *entry_ids)
 
     def taken_over(self, entry_ids: list[bytes]) -> list[bytes]:
         """The entries among these that another consumer has claimed: this one was silent for too
         long."""
         if not entry_ids:
             return []
-        taken: Any = self.transport.persist(lambda: self.transport.client.eval(TAKEN_OVER, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids))
+        taken: Any = self.transport.persist(
+            lambda: TAKEN_OVER.call(self.transport.client, [self.stream.key], self.stream.group, self.consumer, *entry_ids)
+        )
         return list(taken)
 
     def release(self, pipe: Pipeline, entry_ids: list[bytes], *, num_deliveries: int = 0) -> None:
@@ -200,9 +205,8 @@ class GroupReader:
             pipe.xdel(self.stream.key, *entry_ids)
 
     def leave(self, pipe: Pipeline) -> None:
-        """Remove this consumer's name from the group, if nothing is pending with it: Redis forgets a
-        deleted consumer's entries. In one script, for an entry may be given to it meanwhile."""
-        pipe.eval(LEAVE, 1, self.stream.key, self.stream.group, self.consumer)
+        """Remove this consumer's name from the group, if nothing is pending with it."""
+        LEAVE_GROUP.call(pipe, [self.stream.key], self.stream.group, self.consumer)
 
     def _open(
         self, entries: list[tuple[bytes, dict[bytes, bytes]]], num_deliveries: dict[bytes, int], *, was_claimed: bool, max_deliveries: int | None = None
@@ -219,45 +223,6 @@ class GroupReader:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, num_deliveries[entry_id]))
                 dead.append(DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error)))
         return deliveries, dead
-
-
-# KEYS[1]: the stream; ARGV: group, idle ms, consumers that stay. In one script: between a look and
-# the removal a consumer might be given an entry, and Redis forgets a removed consumer's entries.
-FORGET_CONSUMERS = """
-local stays = {}
-for i = 3, #ARGV do stays[ARGV[i]] = true end
-for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
-  local consumer = {}
-  for i = 1, #fields, 2 do consumer[fields[i]] = fields[i + 1] end
-  if not stays[consumer.name] and consumer.pending == 0 and consumer.idle > tonumber(ARGV[2]) then
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
-  end
-end
-"""
-
-
-# KEYS[1]: the stream; ARGV: group, consumer
-LEAVE = """
-if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2]) end
-"""
-
-
-# KEYS[1]: the stream; ARGV: group, consumer, entry ids. A consumer that was stopped for a while
-# must not take back what another has claimed.
-RENEW = """
-for i = 3, #ARGV do
-  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
-  if pending and pending[2] == ARGV[2] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
-end
-"""
-TAKEN_OVER = """
-local taken = {}
-for i = 3, #ARGV do
-  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
-  if pending and pending[2] ~= ARGV[2] then taken[#taken + 1] = ARGV[i] end
-end
-return taken
-"""
 
 
 def _text(values: dict[bytes, bytes], name: bytes) -> str:

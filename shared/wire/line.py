@@ -7,6 +7,7 @@ something to read, while the model runs.
 """
 
 import hashlib
+import re
 import select
 import time
 from collections import deque
@@ -18,6 +19,8 @@ import redis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from shared.wire.script import in_script, name_of
+
 # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 Pipeline = Any
 
@@ -27,6 +30,7 @@ DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.
 # Redis stands still
 REPLY_TIMEOUT_S = 5.0
 BLOCKING = ("XREAD", "XREADGROUP")
+SCRIPT_OF_PIPELINE = re.compile(r"\(EVAL -- (\w+)\n")  # in the command that redis-py puts before an error
 
 
 class Line:
@@ -36,8 +40,8 @@ class Line:
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Any = client
         self._connection: Any = client.connection_pool.make_connection()
-        # commands without a reply yet, with redis-py's options and s that they may block
-        self._awaited: deque[tuple[str, dict[str, Any], float]] = deque()
+        # commands without a reply yet, with redis-py's options, s that they may block, and their scripts
+        self._awaited: deque[tuple[str, dict[str, Any], float, str]] = deque()
         self._scripts: set[str] = set()  # digests of the scripts that were sent
         self._sent_at = 0.0
 
@@ -55,7 +59,7 @@ class Line:
                 self._connection.connect()  # which asks Sentinels where to; sending alone would not
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
             self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
-            self._awaited.extend((arguments[0], options, block_of(arguments)) for arguments, options in commands)
+            self._awaited.extend((arguments[0], options, block_of(arguments), script_of(arguments)) for arguments, options in commands)
             self._sent_at = time.monotonic()
 
     def _by_digest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -77,7 +81,7 @@ class Line:
             return False
         if self._connection.can_read(timeout=wait_s):
             return True
-        patience_s = REPLY_TIMEOUT_S + max(block_s for _, _, block_s in self._awaited)
+        patience_s = REPLY_TIMEOUT_S + max(block_s for _, _, block_s, _ in self._awaited)
         if time.monotonic() - self._sent_at > patience_s:
             raise RedisTimeoutError(f"no reply for {patience_s:.0f} s")
         return False
@@ -91,13 +95,13 @@ class Line:
         replies: list[Any] = []
         first: ResponseError | None = None
         while len(self._awaited) > leave:
-            command, options, block_s = self._awaited[0]
+            command, options, block_s, script = self._awaited[0]
             if block_s and not self._connection.can_read(timeout=block_s + REPLY_TIMEOUT_S):
                 raise RedisTimeoutError(f"no reply to {command} for {block_s + REPLY_TIMEOUT_S:.0f} s")
             try:
                 reply = self._connection.read_response()
             except ResponseError as error:
-                first, reply = first or error, None
+                first, reply = first or (in_script(error, name_of(script)) if script else error), None
             self._awaited.popleft()
             callback = self._client.response_callbacks.get(command)
             replies.append(reply if callback is None or reply is None else callback(reply, **options))
@@ -128,10 +132,13 @@ def wait_for_any(lines: Sequence[Line], wait_s: float) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Redis's reason, without the command that redis-py puts before it: its arguments may be a
-    message, with what somebody asked."""
-    _, mark, reason = str(error).rpartition(" of pipeline caused error: ")
-    return reason.strip("(),'\"") if mark else reason
+    """Redis's reason, without the command that redis-py puts before it (its arguments may be a message,
+    with what a client asked), but with the name of its script."""
+    command, mark, reason = str(error).rpartition(" of pipeline caused error: ")
+    if not mark:
+        return reason
+    script = SCRIPT_OF_PIPELINE.search(command)
+    return reason.strip("(),'\"") + (f" (in {script[1]}.lua)" if script else "")
 
 
 def refusal_of(error: BaseException) -> str:
@@ -154,6 +161,11 @@ def block_of(arguments: tuple[Any, ...]) -> float:
     if arguments[0] not in BLOCKING or b"BLOCK" not in arguments:
         return 0.0
     return float(arguments[arguments.index(b"BLOCK") + 1]) / 1000
+
+
+def script_of(arguments: tuple[Any, ...]) -> str:
+    """The text of the script that a command runs; empty: it runs none."""
+    return str(arguments[1]) if arguments[0] == "EVAL" else ""
 
 
 @cache

@@ -23,7 +23,8 @@ from shared.process.telemetry import get_logger
 from shared.wire.line import DENIED, Pipeline, reason_of, without_command
 from shared.wire.messages import Control, decode, encode
 from shared.wire.replica import Replica
-from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
+from shared.wire.script import load_script
+from shared.wire.streams import CONTROL, REPLICAS, WATCHED, replica_key, view_key
 from shared.wire.transport import Transport, is_temporary
 from shared.wire.views import ComputeView
 
@@ -38,6 +39,7 @@ BLIND_AFTER_S = LEASE_S - RENEW_EVERY_S
 END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
 # a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
 STUCK_AFTER_S = 30.0
+BROADCAST = load_script("broadcast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +164,7 @@ def withdraw(pipe: Pipeline, replica: Replica) -> None:
 def broadcast(pipe: Pipeline, message: Control) -> None:
     """Append to the control stream, dropping what every replica has long had the chance to read.
     Never by length: by age."""
-    pipe.eval(BROADCAST, 1, CONTROL.key, encode(message))
-
-
-# for scripts that say something to every replica. control: the stream's key
-BROADCAST_FUNCTION = f"""
-local function broadcast(control, message)
-  redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
-  redis.call('XTRIM', control, 'MINID', (redis.call('TIME')[1] - {CONTROL_WINDOW_S}) * 1000)
-  redis.call('EXPIRE', control, {2 * CONTROL_WINDOW_S})
-end
-"""
-BROADCAST = BROADCAST_FUNCTION + "broadcast(KEYS[1], ARGV[1])"
+    BROADCAST.call(pipe, [CONTROL.key], encode(message))
 
 
 class Heartbeat(threading.Thread):

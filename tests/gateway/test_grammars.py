@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from services.requests.workers import pool
 
 from services.requests.context import RequestContext
 from services.requests.prepare import constraint_for
@@ -13,6 +12,7 @@ from services.requests.store.files.storage import Storage
 from services.requests.store.files.store import FileStore
 from services.requests.store.tenants.limits import Caller
 from services.requests.store.tenants.tenant import Tenant
+from services.requests.workers import pool
 from services.requests.workers.grammars import checker as grammars
 from services.requests.workers.grammars import worker as grammar_worker
 from services.requests.workers.grammars.checker import GrammarChecker
@@ -264,7 +264,8 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
 
         caller = await ask(GOOD)
         assert caller.headers["x-ratelimit-remaining-requests"] == "1"
-        assert caller.arguments(10, 5, 1)[-2:] == [0, 10], "its tokens are charged with what is handed over"
+        charge = caller.charge(10, 5, 1)
+        assert charge is not None and (charge.requests, charge.tokens) == (0, 10), "its tokens are charged with what is handed over"
         with pytest.raises(Invalid):
             await ask(BAD)
         with pytest.raises(Rejected) as refusal:

@@ -10,7 +10,7 @@ import redis.asyncio
 from services.requests.store.client import persist
 from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, encode
-from shared.wire.registry import BROADCAST_FUNCTION
+from shared.wire.script import load_script
 from shared.wire.streams import CONTROL, LOG_TTL_S, reader_key, tombstone_key
 from shared.wire.transport import Backoff
 
@@ -20,19 +20,7 @@ MAX_PENDING = 10_000  # responses that wait for Redis to come back; of more, the
 CHUNK = 64  # responses in a round trip
 LAST_TRY_S = 2.0
 
-# KEYS: reader key, control stream, tombstones … ARGV: generation, Control message, TTL of tombstones.
-# Only the response's present reader may cancel: whoever resumed it reads on. A tombstone stops what
-# is queued, the word on the control stream what runs.
-CANCEL = (
-    BROADCAST_FUNCTION
-    + """
-local reader, generation, message, ttl = KEYS[1], unpack(ARGV)
-if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(generation) then return 0 end
-for i = 3, #KEYS do redis.call('SET', KEYS[i], '1', 'EX', ttl) end
-broadcast(KEYS[2], message)
-return 1
-"""
-)
+CANCEL = load_script("cancel")
 
 
 class Canceller:
@@ -78,7 +66,7 @@ class Canceller:
             for (response_id, generation), request_ids in written:
                 message = encode(Control("cancel", request_ids))
                 keys = (reader_key(response_id), CONTROL.key, *map(tombstone_key, request_ids))
-                pipe.eval(CANCEL, len(keys), *keys, generation, message, LOG_TTL_S)
+                CANCEL.call(pipe, keys, generation, message, LOG_TTL_S)
             await pipe.execute()
         for key, request_ids in written:
             if self._pending.get(key) == request_ids:

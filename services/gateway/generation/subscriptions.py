@@ -23,9 +23,10 @@ from shared.process.telemetry import get_logger
 from shared.wire.entries import TRIM_EVERY_S, entries_of, next_id, write_dead_letter
 from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.messages import Control, RequestError, StepEvents, TokenEvent, decode
-from shared.wire.redis_clock import NEWEST, has_begun_anew
+from shared.wire.redis_clock import NEWEST_IDS, has_begun_anew
 from shared.wire.stage import Stage
-from shared.wire.streams import CONTROL, MESSAGE, events
+from shared.wire.streams import CONTROL, END_EVENT, MESSAGE, events
+from shared.wire.token_log import end_of
 from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
@@ -146,7 +147,7 @@ class Subscriptions:
             pipe.xtrim(self.stream.key, minid=next_id(self._last_id), approximate=False)
             for key, values, error in letters:
                 write_dead_letter(key, values, error, 1, pipe)
-            pipe.eval(NEWEST, 2, self.stream.key, CONTROL.key)
+            NEWEST_IDS.call(pipe, [self.stream.key, CONTROL.key])
             *_, [newest_event, newest_control] = await pipe.execute()
         if has_begun_anew(self._last_id, newest_event) or has_begun_anew(self._control_id, newest_control):
             log.warning("a stream has begun again: Redis' clock went back", events=self._last_id, control=self._control_id)
@@ -167,13 +168,19 @@ class Subscriptions:
                 subscription.timelines[moments.request_id].note(moments)
         for payload in step.events:
             try:
-                event = decode(TokenEvent, payload)
+                self._offer(decode(TokenEvent, payload))
             except Invalid as error:  # the others of the step are none the worse for it
                 self._garbage.append((self.stream.key, {MESSAGE: payload}, error))
-                continue
-            subscription = self._by_request.get(event.request_id)
-            if subscription is not None and not subscription.offer(event):
-                self.catch_up(subscription)
+        try:
+            if (end := end_of(values)) is not None:
+                self._offer(end)
+        except Invalid as error:
+            self._garbage.append((self.stream.key, {MESSAGE: values[END_EVENT]}, error))
+
+    def _offer(self, event: TokenEvent) -> None:
+        subscription = self._by_request.get(event.request_id)
+        if subscription is not None and not subscription.offer(event):
+            self.catch_up(subscription)
 
     def _handle_control(self, values: dict[bytes, bytes]) -> None:
         """Attach: another generation of readers. (Garbage there is every replica's to see; the

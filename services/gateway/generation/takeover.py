@@ -8,26 +8,13 @@ import redis.asyncio
 from services.requests.text.answers.sse import parse_id
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.wire.messages import Control, encode
-from shared.wire.registry import BROADCAST_FUNCTION
+from shared.wire.script import load_script
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, inflight_key, log_key, reader_key, response_key
 
 ATTEMPTS = 20  # readers that take the same response over at the same moment
 
-# KEYS: reader key, response key (the reader's lives as long), the control stream. ARGV: the
-# generation that was found, gateway, Control message of the next generation.
-TAKE = (
-    BROADCAST_FUNCTION
-    + """
-local reader, response, control = unpack(KEYS)
-local found, gateway, message = unpack(ARGV)
-if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(found) then return 0 end
-redis.call('HSET', reader, 'generation', found + 1, 'gateway', gateway)
-redis.call('PEXPIRE', reader, math.max(redis.call('PTTL', response), 1000))
-broadcast(control, message)
-return 1
-"""
-)
+TAKE_OVER = load_script("take_over")
 
 
 class Takeover:
@@ -46,7 +33,7 @@ class Takeover:
             found = await self._generation_of_reader(response_id, model, request_ids, positions)
             message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
             keys = (reader_key(response_id), response_key(response_id), CONTROL.key)
-            if await self.client.eval(TAKE, len(keys), *keys, found, self.stage.replica_id, message):
+            if await TAKE_OVER.run(self.client, keys, found, self.stage.replica_id, message):
                 return positions, found + 1
         raise Recoverable("others take the response over all the time")
 

@@ -12,19 +12,19 @@ admitted all the same, so there are never more than twice as many requests as th
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import redis
 import redis.asyncio
 
-from services.requests.store.admission.held import HELD, check_size, too_much_held
+from services.requests.store.admission.held import check_size, too_much_held
 from services.requests.store.admission.known import KnownReplicas
 from services.requests.store.admission.redis_memory import RedisMemory
 from services.requests.store.client import redis_errors_as_503
 from services.requests.store.record import ResponseRecord
-from services.requests.store.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, UNLIMITED, Caller
+from services.requests.store.tenants.limits import Caller, Charge
 from services.requests.store.tenants.shared_limits import SharedLimits
 from services.requests.store.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
@@ -33,12 +33,9 @@ from shared.process.stages import PIPELINE
 from shared.wire.messages import GenerateRequest, SchedulingParams, encode
 from shared.wire.registry import Registry
 from shared.wire.replica import Replica
+from shared.wire.script import load_script, table
 from shared.wire.stage import Stage
 from shared.wire.streams import (
-    GATEWAY_ID,
-    MESSAGE,
-    PREFIX,
-    REQUEST_ID,
     RUNNING_LOG_TTL_S,
     held_key,
     images_key,
@@ -50,7 +47,6 @@ from shared.wire.streams import (
     shares_key,
     stored_key,
 )
-from shared.wire.token_log import TOKENS
 
 KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
 
@@ -61,76 +57,7 @@ RETRY_AFTER_S = 2
 FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
 UNSUBMITTED_TTL_S = 600  # of images whose gateway dies before it has submitted their requests
-# A response that is submitted a second time has given its images their time already.
-KEEP = """
-for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
-"""
-
-# KEYS: inflight key, response key, stored key, open key, shares key, images key, the tenant's quota,
-# running and account, the first request's log. ARGV: requests stream (a gateway may only write it,
-# and must be allowed to read a script's keys), response record, what is stored ('': nothing), their
-# TTL in seconds, most requests, most tokens, tokens in all, gateway id, most bytes that stay stored
-# if it is refused; what limits.py says of the tenant; most bytes in the account, bytes in all; then
-# for each request its id, its tokens and its message.
-# Returns what is left to the tenant (nothing, if it has no limits), and, if they do not fit, why:
-# {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' |
-# 'tokens' | 'concurrency', ms to wait}. A response that was submitted before is not again: a batch
-# that goes on after a death does not know how far it had come.
-LIMITS = 10
-ACCOUNT = LIMITS + NUM_ARGUMENTS
-FIRST = ACCOUNT + 2
-SUBMIT = (
-    PREFIX
-    + SCRIPT
-    + HELD
-    + f"""
-local inflight, response, stored, open, shares, images, quota, running, account, log = unpack(KEYS)
-local stream, record, content, ttl, max_requests, max_tokens, tokens, gateway, keeps = unpack(ARGV, 1, {LIMITS - 1})
-if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', log) == 1 then return {{{{}}}} end
-local rpm, tpm, concurrency, charged_requests, charged_tokens = unpack(ARGV, {LIMITS}, {ACCOUNT - 1})
-rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
-local is_limited = rpm ~= {UNLIMITED} or tpm ~= {UNLIMITED} or concurrency ~= {UNLIMITED}
-local max_size, size = tonumber(ARGV[{ACCOUNT}]), tonumber(ARGV[{ACCOUNT + 1}])
-local num_sequences = (#ARGV - {FIRST - 1}) / 3
-local left, exceeded = {{}}, nil
-if is_limited then
-  left, exceeded = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
-  if exceeded then return {{left, exceeded}} end
-end
-local held = held_by(account, max_size - size)
-if held + size > max_size then return {{left, {{'held', held, wait_for_room(account)}}}} end
-local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
-local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
-local own_requests, own_tokens = unpack(redis.call('HMGET', shares, account, account .. '{TOKENS}'))
-local num_tenants = redis.call('HLEN', shares) / 2 + (own_requests and 0 or 1)
-local function fits(held, own, more, most) return held + more <= most or (tonumber(own) or 0) + more <= most / num_tenants end
-if not (fits(held_requests, own_requests, num_sequences, tonumber(max_requests)) and fits(held_tokens, own_tokens, tokens, tonumber(max_tokens))) then
-  return {{left, {{'full', held_requests, held_tokens}}}}
-end
-if is_limited then charge(quota, rpm, tpm, left) end
-redis.call('SET', response, record, 'EX', ttl)
-if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
-redis.call('EXPIRE', images, ttl)
-redis.call('HSET', open, 'left', num_sequences, 'account', account, 'size', size, 'keeps', keeps)
-redis.call('EXPIRE', open, ttl)
-hold(account, size .. '/' .. string.match(ARGV[{FIRST}], '^(.*)%.'), size, ttl)
-for i = {FIRST}, #ARGV, 3 do
-  redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
-  redis.call('XADD', prefix .. stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
-end
-redis.call('HINCRBY', inflight, '', tokens)
-redis.call('EXPIRE', inflight, ttl)
-redis.call('HINCRBY', shares, account, num_sequences)
-redis.call('HINCRBY', shares, account .. '{TOKENS}', tokens)
-redis.call('EXPIRE', shares, ttl)
-if concurrency > 0 then
-  for i = {FIRST}, #ARGV, 3 do redis.call('HSET', running, ARGV[i], inflight) end
-  redis.call('EXPIRE', running, ttl)
-end
-return {{left}}
-"""
-)
+SUBMIT, KEEP_IMAGES = load_script("submit"), load_script("keep_images")
 
 
 class Admission:
@@ -209,16 +136,27 @@ class Admission:
             check_size(size, most)
             if len(message) > LONG_BYTES:
                 await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
-        keys = [inflight_key(model), response_key(response_id), stored_key(response_id), open_key(response_id), shares_key(model)]
-        keys += [images_key(response_id), *caller.keys, held_key(caller.tenant.tenant_id), log_key(submitted[0].request_id)]
-        arguments: list[str | bytes | int] = [requests(model).key, record, stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id, keeps]
-        charged, request_ids = caller.arguments(sum(tokens), sum(outputs), len(submitted)), [request.request_id for request in submitted]
-        arguments += [*([UNLIMITED, UNLIMITED, UNLIMITED, 0, 0] if self._is_charged_ahead(caller) else charged), most, size]
-        for request, count, message in zip(submitted, tokens, messages, strict=True):
-            arguments += [request.request_id, count, message]
+        charge, request_ids = caller.charge(sum(tokens), sum(outputs), len(submitted)), [request.request_id for request in submitted]
+        asked = table(
+            stream=requests(model).key,
+            gateway=self.stage.replica_id,
+            ttl=RUNNING_LOG_TTL_S,
+            max_requests=limits[0],
+            max_tokens=limits[1],
+            tokens=sum(tokens),
+            charge=asdict(charge) if charge is not None and not self._is_charged_ahead(caller) else None,
+            max_size=most,
+            size=size,
+            keeps=keeps,
+            requests=list(zip(request_ids, tokens, strict=True)),
+        )
+        keys = [
+            inflight_key(model), response_key(response_id), stored_key(response_id), open_key(response_id), shares_key(model),
+            images_key(response_id), *caller.keys, held_key(caller.tenant.tenant_id), log_key(request_ids[0]),
+        ]  # fmt: skip
         if images:
             await self._keep(images_key(response_id), images)
-        left, *exceeded = await self._hand_over(caller, model, charged, request_ids, (keys, arguments))
+        left, *exceeded = await self._hand_over(caller, model, charge, request_ids, lambda: SUBMIT.run(self.client, keys, asked, record, stored, *messages))
         if not exceeded:
             return caller.admitted(left)
         if images:
@@ -231,29 +169,28 @@ class Admission:
         raise refusal
 
     async def _hand_over(
-        self, caller: Caller, model: str, charged: list[str | int], request_ids: list[str], script: tuple[list[str], list[str | bytes | int]]
+        self, caller: Caller, model: str, charge: Charge | None, request_ids: list[str], submit: Callable[[], Awaitable[Any]]
     ) -> Any:
-        """Return what SUBMIT does with these keys and arguments. Limits that are kept in another cell
-        are charged before. Raises Rejected (429) for these."""
-        keys, arguments = script
-        if self.shared is None or not self._is_charged_ahead(caller):
-            found: Any = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-            is_crowded = len(found) > 1 and found[1][0] == b"concurrency"
+        """Return what `submit`, the script, returns. Limits that are kept in another cell are charged
+        before. Raises Rejected (429) for these."""
+        if self.shared is None or charge is None or not self._is_charged_ahead(caller):
+            reply = await submit()
+            is_crowded = len(reply) > 1 and reply[1][0] == b"concurrency"
             if is_crowded and self.shared is not None and await self.shared.drop_ended(caller):
-                found = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-            return found
+                reply = await submit()
+            return reply
         try:
-            left = await self.shared.charge(caller, self.mark, model, charged, request_ids)
+            left = await self.shared.charge(caller, self.mark, model, charge, request_ids)
         except Rejected as error:
             self._count_refused(model, error.code)
             raise
         try:
-            _, *exceeded = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-        except BaseException:  # whoever submits it has it cancelled then
-            await self.shared.give_back(caller, charged, request_ids)
+            _, *exceeded = await submit()
+        except BaseException:  # the caller has it cancelled then
+            await self.shared.give_back(caller, charge, request_ids)
             raise
         if exceeded:
-            await self.shared.give_back(caller, charged, request_ids)
+            await self.shared.give_back(caller, charge, request_ids)
         else:
             await self.shared.confirm(caller, self.mark, model, request_ids)
         return [left, *exceeded]
@@ -264,7 +201,7 @@ class Admission:
 
     async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
         """Put the files where compute finds them. If nothing is submitted then, they expire."""
-        await self.client.eval(KEEP, 1, key, UNSUBMITTED_TTL_S, *(part for item in images.items() for part in item))
+        await KEEP_IMAGES.run(self.client, [key], UNSUBMITTED_TTL_S, *(part for item in images.items() for part in item))
 
     def check_memory(self, model: str) -> None:
         """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
@@ -279,13 +216,11 @@ class Admission:
         if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
             return
         home = self.shared.home if self.shared is not None else self.client
-        left, *exceeded = await home.eval(CHARGE_REQUEST, 1, caller.keys[0], *caller.request_arguments())
-        if not exceeded:
-            return caller.counted(left)
-        kind, wait_ms = exceeded[0]
-        refusal = caller.refused(kind.decode(), wait_ms, left)
-        self._count_refused("", refusal.code)
-        raise refusal
+        refusal = await caller.charge_work(home, 1)
+        if refusal is not None:
+            self._count_refused("", refusal.code)
+            raise refusal
+        caller.is_counted = True
 
     def _count_refused(self, model: str, reason: str) -> None:
         if self.on_refused is not None:

@@ -18,6 +18,7 @@ from services.requests.store.files.storage import PIECE_BYTES, Storage
 from services.requests.store.record import read_record
 from shared.process.errors import Invalid, Recoverable
 from shared.wire.ids import is_file_id
+from shared.wire.script import load_script
 from shared.wire.streams import FILE_TTL_S, file_key, files_key, uploads_key
 
 MAX_FILES = 10_000  # of one owner
@@ -25,17 +26,7 @@ CONTENTS = "contents"  # the folder of what is in files
 STORE_TIMEOUT_S = 600.0  # to store what was received
 RESERVED_S = STORE_TIMEOUT_S + 60  # for which a gateway that is killed keeps the room of what it was storing
 
-# KEYS[1]: uploads key. ARGV: "<file id>/<bytes>", ms. Reserves the room of a file that is about to be
-# stored; returns those that have reserved theirs before.
-RESERVE = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local before = redis.call('ZRANGE', KEYS[1], 0, -1)
-redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return before
-"""
+RESERVE_UPLOAD = load_script("reserve_upload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +106,7 @@ class FileStore:
         of two that come at once, the second sees the first."""
         key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
         with redis_errors_as_503():
-            before: Any = await self.client.eval(RESERVE, 1, key, own, int(RESERVED_S * 1000))
+            before = await RESERVE_UPLOAD.run(self.client, [key], own, int(RESERVED_S * 1000))
         try:
             coming = dict(each.decode().split("/") for each in before)
             await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming={name: int(size) for name, size in coming.items()})

@@ -21,6 +21,7 @@ from shared.model.context_length import context_exceeded
 from shared.process.errors import Invalid, Rejected
 from shared.process.host_memory import size_text
 from shared.wire.prompt_modules import ModulePart, PromptModule
+from shared.wire.script import load_script, table
 from shared.wire.streams import module_set_key, module_sets_key
 
 PARAM = "prompt_modules"
@@ -31,23 +32,7 @@ SET_ID = re.compile(r"pm-[0-9a-f]{24}")
 ABOUT = "about"  # the field that has what the set is; the others have a module's parts, by its name
 PREFIX = "module:"
 
-# KEYS: the set's key, its owner's sets. ARGV: its id, the time, TTL in seconds, most sets, most bytes,
-# its bytes, then fields and values. Returns whether there is room for it.
-CREATE = """
-local key, owned = unpack(KEYS)
-local id, now, ttl, max_sets, max_bytes, size = unpack(ARGV, 1, 6)
-redis.call('ZREMRANGEBYSCORE', owned, '-inf', now - ttl)
-local member, sum, count = size .. '/' .. id, 0, 0
-for _, each in ipairs(redis.call('ZRANGE', owned, 0, -1)) do
-  if each ~= member then sum, count = sum + string.match(each, '^%d+'), count + 1 end
-end
-if count >= tonumber(max_sets) or sum + size > tonumber(max_bytes) then return 0 end
-if redis.call('EXISTS', key) == 0 then redis.call('HSET', key, unpack(ARGV, 7)) end
-redis.call('EXPIRE', key, ttl)
-redis.call('ZADD', owned, now, member)
-redis.call('EXPIRE', owned, ttl)
-return 1
-"""
+CREATE_MODULES = load_script("create_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +86,9 @@ class ModuleStore:
         about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": said})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
         keys = module_set_key(owner, set_id), module_sets_key(owner)
+        asked = table(id=set_id, now=time.time(), ttl=TTL_S, max_sets=MAX_SETS, max_bytes=MAX_BYTES, size=num_bytes)
         with redis_errors_as_503():
-            is_kept: Any = await self.client.eval(CREATE, 2, *keys, set_id, time.time(), TTL_S, MAX_SETS, MAX_BYTES, num_bytes, *fields)
+            is_kept = await CREATE_MODULES.run(self.client, keys, asked, *fields)
         if not is_kept:
             reason = f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
             raise Rejected(reason, status=429, retry_after_s=60, code="storage_limit_exceeded")
