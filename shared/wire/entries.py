@@ -44,8 +44,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that no one could handle, and whom to tell. Still pending until
-    `GroupReader.finish`."""
+    """A message that no replica could handle, and the gateway that waits for it. Still pending
+    until `GroupReader.finish`."""
 
     entry_id: bytes
     request_id: str
@@ -54,8 +54,7 @@ class DeadLetter:
 
 
 def append(pipe: Pipeline, stream: DirectStream, message: Any) -> None:
-    """Queue the message for the stream's one reader. The stream lives on for a while only, should
-    that reader have died."""
+    """Queue the message for the stream's one reader. The stream expires if that reader has died."""
     pipe.xadd(stream.key, {MESSAGE: encode(message)})
     pipe.expire(stream.key, REPLICA_STREAM_TTL_S)
 
@@ -92,8 +91,8 @@ class DirectReader:
         return messages
 
     def trim_now_and_then(self, pipe: Pipeline) -> None:
-        """Once in a while, drop what has been taken: doing it with every read would cost a command
-        a step."""
+        """Drop the entries that were taken, once in TRIM_EVERY_S: with every read it would cost a
+        command a step."""
         if time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
             self._trimmed_at = time.monotonic()
             pipe.xtrim(self.stream.key, minid=next_id(self.last_id), approximate=False)
@@ -120,7 +119,7 @@ class GroupReader:
                 raise
 
     def queue_read(self, pipe: Pipeline, *, count: int, block_ms: int | None = None) -> None:
-        """Ask, within a pipeline, for up to count entries that nobody has yet; `take` reads the
+        """Ask, within a pipeline, for up to count entries that no consumer has yet; `take` reads the
         reply."""
         pipe.xreadgroup(self.stream.group, self.consumer, {self.stream.key: ">"}, count=count, block=block_ms)
 
@@ -133,7 +132,7 @@ class GroupReader:
         return self.open_fresh(entries_of(reply).get(self.stream.key.encode(), []))
 
     def open_fresh(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Entries that nobody has begun."""
+        """Entries that no replica has begun."""
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
     def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None, besides: Collection[bytes] = ()) -> tuple[list[Delivery], list[DeadLetter]]:
@@ -156,9 +155,8 @@ class GroupReader:
 
     def forget_consumers(self, live: set[str]) -> None:
         """Remove the names of consumers that are dead and have nothing pending."""
-        self.transport.persist(
-            lambda: FORGET_CONSUMERS.call(self.transport.client, [self.stream.key], self.stream.group, FORGET_CONSUMER_MS, self.consumer, *live)
-        )
+        keys, client, stays = [self.stream.key], self.transport.client, (self.consumer, *live)
+        self.transport.persist(lambda: FORGET_CONSUMERS.call(client, keys, self.stream.group, FORGET_CONSUMER_MS, *stays))
 
     def renew(self, pipe: Pipeline, entry_ids: Collection[bytes]) -> None:
         """Say that these entries are still being worked on, as far as they are still this
@@ -171,14 +169,13 @@ class GroupReader:
         long."""
         if not entry_ids:
             return []
-        taken: Any = self.transport.persist(
-            lambda: TAKEN_OVER.call(self.transport.client, [self.stream.key], self.stream.group, self.consumer, *entry_ids)
-        )
+        keys, client, group = [self.stream.key], self.transport.client, self.stream.group
+        taken: Any = self.transport.persist(lambda: TAKEN_OVER.call(client, keys, group, self.consumer, *entry_ids))
         return list(taken)
 
     def release(self, pipe: Pipeline, entry_ids: list[bytes], *, num_deliveries: int = 0) -> None:
-        """Let another consumer claim these entries at once, as if they had been delivered so often
-        before: never, where this one hands them on."""
+        """Let another consumer claim these entries at once. num_deliveries: how often they count as
+        delivered before; 0 if this consumer hands them on in good order."""
         if entry_ids:
             pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=num_deliveries, justid=True)
 

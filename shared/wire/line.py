@@ -30,7 +30,7 @@ DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.
 # Redis stands still
 REPLY_TIMEOUT_S = 5.0
 BLOCKING = ("XREAD", "XREADGROUP")
-SCRIPT_OF_PIPELINE = re.compile(r"\(EVAL -- (\w+)\n")  # in the command that redis-py puts before an error
+SCRIPT_OF_PIPELINE = re.compile(r"\(EVAL -- (\w+)\b")  # in the command that redis-py puts before an error
 
 
 class Line:
@@ -59,7 +59,8 @@ class Line:
                 self._connection.connect()  # which asks Sentinels where to; sending alone would not
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
             self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
-            self._awaited.extend((arguments[0], options, block_of(arguments), script_of(arguments)) for arguments, options in commands)
+            for arguments, options in commands:
+                self._awaited.append((arguments[0], options, block_of(arguments), script_of(arguments)))
             self._sent_at = time.monotonic()
 
     def _by_digest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

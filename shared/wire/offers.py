@@ -1,9 +1,9 @@
 """Offers: prompts that are delivered to a compute replica by choice, because it has their prefix.
 
 An offered prompt stands in the stream of all prompts, and is pending with the chosen replica like
-any that it read itself: so who claims it from a dead one, and who is blamed, is as for all others.
-Beside it stands a hint, from when on it is better to compute the prefix again than to wait for that
-replica any longer. Then anybody steals it.
+any that it read itself: so it is claimed from a dead replica, and a replica is blamed for it, as any
+other. A hint says from when on it is better to compute the prefix again than to wait for that replica
+any longer. Then any replica may steal it.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,29 @@ DELIVER, TAKE_UP, STEAL = load_script("deliver"), load_script("take_up"), load_s
 
 def offer(pipe: Pipeline, stream: GroupStream, message: TokenizedRequest, compute_id: str, wait_ms: int) -> None:
     """Queue the message for that replica, if it lives; others may take it after wait_ms. Behind
-    entries that nobody has read yet, it waits like these, for whoever comes.
+    entries that no replica has read yet, it waits like these, for any replica.
 
     The message is appended by a command of its own: in a transaction that a full Redis refuses,
     nothing is done. Delivering it may fail, and then it is like any other.
     """
     append_to_group(pipe, stream, message)
     keys = (stream.key, offers_key(message.model), offered(compute_id).key)
-    tag, version = TAGS[Offer]
-    announcement = replica_key("compute", compute_id)
-    DELIVER.call(
-        pipe,
-        keys,
-        table(group=stream.group, replica=compute_id, announcement=announcement, wait_ms=wait_ms, tag=tag, version=version),
+    asked = table(
+        group=stream.group,
+        replica=compute_id,
+        announcement=replica_key("compute", compute_id),
+        wait_ms=wait_ms,
+        tag=TAGS[Offer][0],
+        version=TAGS[Offer][1],
     )
+    DELIVER.call(pipe, keys, asked)
 
 
 def take_up(reader: GroupReader, model: str, entry_ids: Sequence[str]) -> tuple[list[Delivery], list[DeadLetter]]:
-    """The reader's entries among these that nobody has stolen: from now on nobody does."""
-    found: Any = reader.transport.run(
-        lambda pipe: TAKE_UP.call(pipe, [reader.stream.key, offers_key(model)], reader.stream.group, reader.consumer, *entry_ids)
-    )
-    return reader.open_fresh(entries_of_script(found[0]))
+    """The reader's entries among these that no other replica has stolen: from now on none does."""
+    keys, group = [reader.stream.key, offers_key(model)], reader.stream.group
+    entries: Any = reader.transport.run(lambda pipe: TAKE_UP.call(pipe, keys, group, reader.consumer, *entry_ids))[0]
+    return reader.open_fresh(entries_of_script(entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,10 @@ class Loot:
 
 
 def steal(reader: GroupReader, model: str, count: int) -> Loot:
-    """Up to count entries that were offered, to whomever, and were not taken up in time."""
-    found: Any = reader.transport.run(
-        lambda pipe: STEAL.call(pipe, [reader.stream.key, offers_key(model)], reader.stream.group, reader.consumer, count)
-    )
-    entries, num_stolen = found[0]
+    """Up to count entries that were offered to any replica and not taken up in time."""
+    keys, group = [reader.stream.key, offers_key(model)], reader.stream.group
+    reply: Any = reader.transport.run(lambda pipe: STEAL.call(pipe, keys, group, reader.consumer, count))
+    entries, num_stolen = reply[0]
     return Loot(*reader.open_fresh(entries_of_script(entries)), num_stolen)
 
 

@@ -114,8 +114,8 @@ def stored_key(response_id: str) -> str:
 
 
 def open_key(response_id: str) -> str:
-    """A hash for a running response: `left`, its sequences that have not ended; `account` and `size`, who is charged for its data in Redis, and for how many
-    bytes; `keeps`, the longest stored data that stays if the response is refused. Gateway → the stage that ends a request. Lives until the
+    """The accounting of a running response, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for its data in Redis,
+    and for how many bytes; `keeps`, the longest stored data that stays if the response is refused. Gateway → the stage that ends a request. Lives until the
     response ends, 7 days at most."""
     return f"open:{response_id}"
 

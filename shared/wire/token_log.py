@@ -54,7 +54,8 @@ def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages
     """Queue one step: append the entries to their logs and, unless one of them is refused, send the
     messages in order. write_step.lua says what is returned."""
     logs = [[each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries]
-    WRITE_STEP.call(pipe, [inflight_key(model)], packed([logs, [[stream.key, encode(message)] for stream, message in messages]]))
+    sent = [[stream.key, encode(message)] for stream, message in messages]
+    WRITE_STEP.call(pipe, [inflight_key(model)], packed([logs, sent]))
 
 
 def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
@@ -64,16 +65,15 @@ def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | N
     write_end(pipe, model, TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error), gateway_id)
 
 
-def write_end(
-    pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()
-) -> None:
+def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
     """Queue an end without a token. Its position is the log's, whatever the event says. A log that
     has an end keeps it. Safe to repeat.
 
     gateway_id: reads the response, if no other has resumed it; None: none does. moments: for that
     gateway.
     """
-    WRITE_END.call(pipe, _end_keys(model, event), table(**_end_fields(event, gateway_id)), encode(event), encode(StepEvents((), moments)))
+    asked = table(**_end_fields(event, gateway_id))
+    WRITE_END.call(pipe, _end_keys(model, event), asked, encode(event), encode(StepEvents((), moments)))
 
 
 def _end_keys(model: str, event: TokenEvent) -> list[str]:
@@ -81,7 +81,7 @@ def _end_keys(model: str, event: TokenEvent) -> list[str]:
 
 
 def _end_fields(event: TokenEvent, gateway_id: str | None) -> dict[str, Any]:
-    """The fields of an end that log.lua asks for."""
+    """The fields of an end that ends.lua asks for."""
     is_refused = event.error is not None and 400 <= event.error.status < 500
     return {"request": event.request_id, "gateway": gateway_id or "", "is_refused": is_refused}
 
@@ -93,7 +93,13 @@ def queue_find_waiting(pipe: Pipeline, stream: GroupStream, min_age_ms: int, cou
 
 
 def end_waiting(
-    pipe: Pipeline, stream: GroupStream, consumer: str, entry_id: bytes, model: str, event: TokenEvent, gateway_id: str | None
+    pipe: Pipeline,
+    stream: GroupStream,
+    consumer: str,
+    entry_id: bytes,
+    model: str,
+    event: TokenEvent,
+    gateway_id: str | None,
 ) -> None:
     """Queue the end of a request that no replica has taken yet; entries in their order. Nothing
     happens if one has."""

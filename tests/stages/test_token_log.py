@@ -132,8 +132,9 @@ class Interleaving(RuleBasedStateMachine):
                 expected.append([index, [b"", b""]])
             elif self.model.has_ended(event.request_id) or position >= event.position:
                 held = [each for each in log if each.position == event.position and each.token_id is not None] or log[-1:]
-                at = b"%d-%d" % (held[0].position, held[0].token_id is None)
-                expected.append([index, [at, encode(replace(held[0], position=held[0].position if held[0].token_id is not None else 0))]])
+                is_token = held[0].token_id is not None
+                as_written = held[0] if is_token else replace(held[0], position=0)
+                expected.append([index, [b"%d-%d" % (held[0].position, not is_token), encode(as_written)]])
                 cut.add(event.request_id)
             elif position < event.position - 1:
                 expected.append([index, None])

@@ -19,6 +19,7 @@ MAX_FOLLOWERS = 512  # streams that follow logs; each holds a connection to Redi
 MAX_FOLLOWERS_OF_ONE = 128
 PRICE = 0.1  # of a reading, in requests
 
+
 class Reading:
     """The places of a gateway."""
 

@@ -3,11 +3,12 @@
 -- group's lag. If a replica has taken the entry, nothing happens.
 --
 -- KEYS: log, inflight hash, reader hash, group stream
--- ARGV: a table (end_request in log.lua, and group, consumer, entry), the event, a StepEvents message
+-- ARGV: a table (end_request in ends.lua, and group, consumer, entry), the event, a StepEvents message
 --   without events
 -- include: wiring
 -- include: give_back
 -- include: log
+-- include: ends
 -- include: undelivered
 
 local log, inflight, reader, stream = unpack(KEYS)

@@ -24,10 +24,10 @@ local function close(response, open, booked, is_refused)
   local account, size, keeps = unpack(booked)
   redis.call('DEL', open)
   redis.call('UNLINK', prefix .. 'images:' .. response)
-  local stored = stored_key(response)
+  local stored = prefix .. 'stored:' .. response
   if is_refused and redis.call('STRLEN', stored) > tonumber(keeps) then redis.call('UNLINK', stored) end
   redis.call('EXPIRE', stored, LOG_TTL_S)
-  redis.call('EXPIRE', response_key(response), LOG_TTL_S)
+  redis.call('EXPIRE', prefix .. 'response:' .. response, LOG_TTL_S)
   redis.call('EXPIRE', prefix .. 'reader:' .. response, LOG_TTL_S)
   release(account, size .. '/' .. response, redis.call('STRLEN', stored))
 end
@@ -38,7 +38,7 @@ local function leave(inflight, request, is_refused)
   local tokens = redis.call('HGET', inflight, request)
   if not tokens then return end
   local response = response_of(request)
-  local open = open_key(response)
+  local open = prefix .. 'open:' .. response
   local booked = redis.call('HMGET', open, 'account', 'size', 'keeps')
   local account, shares = booked[1], prefix .. 'shares:' .. string.sub(inflight, #prefix + #'inflight:' + 1)
   redis.call('HDEL', inflight, request)

@@ -43,7 +43,7 @@ local function count_bytes(room)
   if tonumber(redis.call('GET', bytes_held) or '0') > room then
     for _, member in ipairs(redis.call('ZRANGE', account, 0, MAX_CHECKED - 1)) do
       local id = string.match(member, '/(.*)$')
-      if redis.call('EXISTS', open_key(id), stored_key(id)) == 0 then forget(member) end
+      if redis.call('EXISTS', prefix .. 'open:' .. id, prefix .. 'stored:' .. id) == 0 then forget(member) end
     end
   end
   return tonumber(redis.call('GET', bytes_held) or '0')

@@ -18,7 +18,7 @@ local inflight, entries, messages = KEYS[1], unpack(cmsgpack.unpack(ARGV[1]))
 local refused, is_cut = {}, {}
 for i, entry in ipairs(entries) do
   local request, position, event, is_end = unpack(entry)
-  local log = log_key(request)
+  local log = prefix .. 'log:' .. request
   local last, has_ended, last_id, last_event = last_of(log)
   local id = position .. '-0'
   if is_cut[log] then

@@ -1,13 +1,13 @@
 """Admission: the names that are served, and bounds on what is in the pipeline of a model, in
 requests and in tokens, over all gateways.
 
-What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id,
-and their sum under "". The script here checks it, adds to it and hands the requests over, all or
-nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is
-held by a sequence, not by a connection: it outlives its gateway, and comes back when the sequence
-ends, whoever still reads. What has been admitted is never refused later.
+The admitted requests that have not ended are a hash in Redis, `inflight:<model>`: tokens by request
+id, and their sum under "". submit.lua checks it, adds to it and hands the requests over, all or none;
+the scripts that write a request's end take it out (give_back.lua). So a place is held by a sequence,
+not by a connection: it outlives its gateway, and is free when the sequence ends, whether a client
+reads or not. An admitted request is never refused later.
 
-A full pipeline is full for those who fill it. A tenant who has less than an even share of it is
+A full pipeline is full for the tenants that fill it. A tenant with less than an even share of it is
 admitted all the same, so there are never more than twice as many requests as the bound says.
 """
 
@@ -48,7 +48,9 @@ from shared.wire.streams import (
     stored_key,
 )
 
-KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
+# Kept of a background response that is refused, because its client hears of it by asking; other clients
+# have their answer.
+KEPT_BYTES = 1 << 20
 
 BYTES_PER_TOKEN = 4  # of English text, roughly
 IMAGE_TOKENS = 1024  # of an image: models make 64 to some thousands of one
@@ -65,10 +67,10 @@ class Admission:
         self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
         on_refused: Callable[[str, str], None] | None = None, known: KnownReplicas | None = None, shared: SharedLimits | None = None, mark: str = "",
     ) -> None:  # fmt: skip
-        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way.
-        on_refused: is told the model and the reason. known: of who takes requests for models without
-        replicas, None: nobody does. shared: the limits of all cells, if there are several; mark: of
-        this one, unless it is home."""
+        """memory: Redis' memory, if the process watches it (workers of batches stop earlier, in another
+        way). on_refused: called with the model and the reason. known: also models without replicas,
+        if requests may wait for one. shared: the limits of all cells, if there are several; mark:
+        this cell's, unless it is home."""
         self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
@@ -116,18 +118,19 @@ class Admission:
         self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0,
         images: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
-        """Hand the requests of a response over, with its record and what is to be stored of it, all
-        or none, and charge the caller for them.
+        """Hand the requests of a response over, with its record and the data to be stored, all or
+        none, and charge the caller for them.
 
-        images: files by digest, kept until the response ends; keeps: most bytes that stay stored for a while should the response be refused. Raises
-        Rejected (429; 503 while Redis is nearly full) if they do not fit, Invalid if they never
-        will, and what the client raises.
+        images: files by digest, kept until the response ends. keeps: most bytes that stay stored if
+        the response is refused. Raises Rejected (429; 503 while Redis is nearly full) if they do not
+        fit, Invalid if they never will, and what the client raises.
         """
         self.check_memory(model)
         outputs = [estimate_output(request, self.registry) for request in submitted]
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
-        if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
+        # before anything is encoded: n may be many times a long prompt
+        if len(submitted) > limits[0] or sum(tokens) > limits[1]:
             raise self._full(model, 0, 0, len(submitted), sum(tokens))
         messages, size, most = list[bytes](), len(stored) + sum(map(len, (images or {}).values())), self.settings.max_held_size
         for request in submitted:
@@ -135,8 +138,9 @@ class Admission:
             size += len(message)
             check_size(size, most)
             if len(message) > LONG_BYTES:
-                await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
-        charge, request_ids = caller.charge(sum(tokens), sum(outputs), len(submitted)), [request.request_id for request in submitted]
+                await asyncio.sleep(0)  # n choices of a long prompt: other requests have their turn in between
+        charge = caller.charge(sum(tokens), sum(outputs), len(submitted))
+        request_ids = [request.request_id for request in submitted]
         asked = table(
             stream=requests(model).key,
             gateway=self.stage.replica_id,
@@ -151,12 +155,23 @@ class Admission:
             requests=list(zip(request_ids, tokens, strict=True)),
         )
         keys = [
-            inflight_key(model), response_key(response_id), stored_key(response_id), open_key(response_id), shares_key(model),
-            images_key(response_id), *caller.keys, held_key(caller.tenant.tenant_id), log_key(request_ids[0]),
-        ]  # fmt: skip
+            inflight_key(model),
+            response_key(response_id),
+            stored_key(response_id),
+            open_key(response_id),
+            shares_key(model),
+            images_key(response_id),
+            *caller.keys,
+            held_key(caller.tenant.tenant_id),
+            log_key(request_ids[0]),
+        ]
         if images:
             await self._keep(images_key(response_id), images)
-        left, *exceeded = await self._hand_over(caller, model, charge, request_ids, lambda: SUBMIT.run(self.client, keys, asked, record, stored, *messages))
+
+        def submit() -> Awaitable[Any]:
+            return SUBMIT.run(self.client, keys, asked, record, stored, *messages)
+
+        left, *exceeded = await self._hand_over(caller, model, charge, request_ids, submit)
         if not exceeded:
             return caller.admitted(left)
         if images:
@@ -169,7 +184,12 @@ class Admission:
         raise refusal
 
     async def _hand_over(
-        self, caller: Caller, model: str, charge: Charge | None, request_ids: list[str], submit: Callable[[], Awaitable[Any]]
+        self,
+        caller: Caller,
+        model: str,
+        charge: Charge | None,
+        request_ids: list[str],
+        submit: Callable[[], Awaitable[Any]],
     ) -> Any:
         """Return what `submit`, the script, returns. Limits that are kept in another cell are charged
         before. Raises Rejected (429) for these."""
@@ -200,8 +220,9 @@ class Admission:
         return bool(self.mark) and caller.tenant.has_limits
 
     async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
-        """Put the files where compute finds them. If nothing is submitted then, they expire."""
-        await KEEP_IMAGES.run(self.client, [key], UNSUBMITTED_TTL_S, *(part for item in images.items() for part in item))
+        """Put the files where compute finds them. If their response is not submitted, they expire."""
+        digests_and_files = [part for item in images.items() for part in item]
+        await KEEP_IMAGES.run(self.client, [key], UNSUBMITTED_TTL_S, *digests_and_files)
 
     def check_memory(self, model: str) -> None:
         """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is

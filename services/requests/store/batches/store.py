@@ -33,7 +33,8 @@ MAX_RUNNING = 100  # of one owner
 MAX_KEPT = 10_000  # of one owner: of more, those that ended first are forgotten
 TTL_S = FILE_TTL_S + LONGEST_WINDOW_S  # as long as what it writes
 
-CREATE_BATCH, MOVE_BATCH, BEGIN_BATCH = load_script("create_batch"), load_script("move_batch"), load_script("begin_batch")
+CREATE_BATCH, MOVE_BATCH = load_script("create_batch"), load_script("move_batch")
+BEGIN_BATCH = load_script("begin_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,8 @@ class BatchStore:
             now=int(time.time()),
             figures_ttl=FILE_TTL_S,
         )
-        present = await MOVE_BATCH.run(self.client, [batch_key(batch_id), BATCHES_RUNNING, BATCH_FIGURES], asked, *pairs)
+        keys = [batch_key(batch_id), BATCHES_RUNNING, BATCH_FIGURES]
+        present = await MOVE_BATCH.run(self.client, keys, asked, *pairs)
         return present.decode() if present is not None else None
 
     async def begin(self, batch_id: str, total: int, model: str) -> None:

@@ -62,7 +62,13 @@ class Caller:
         if tenant.max_concurrency is not None and num_sequences > tenant.max_concurrency:
             message = f"the request makes {num_sequences} sequences, and this key may run {tenant.max_concurrency} at once: lower n, or send fewer prompts"
             raise Invalid(message, param="n", code="request_exceeds_limit")
-        return Charge(tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_concurrency, num_requests, num_charged)
+        return Charge(
+            tenant.requests_per_minute,
+            tenant.tokens_per_minute,
+            tenant.max_concurrency,
+            num_requests,
+            num_charged,
+        )
 
     async def charge_work(self, client: "redis.asyncio.Redis", num_requests: float) -> Rejected | None:
         """Charge work that hands nothing over, in requests. Returns the refusal if a limit is

@@ -33,7 +33,14 @@ class SharedLimits:
         self.home = home
         self.clients = clients
 
-    async def charge(self, caller: Caller, mark: str, model: str, charge: Charge, request_ids: Sequence[str]) -> list[int]:
+    async def charge(
+        self,
+        caller: Caller,
+        mark: str,
+        model: str,
+        charge: Charge,
+        request_ids: Sequence[str],
+    ) -> list[int]:
         """Charge what is about to be submitted to another cell. Returns what is left; raises
         Rejected (429)."""
         place = f"@{mark} {time.time():.0f} {model}"
