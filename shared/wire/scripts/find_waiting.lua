@@ -14,7 +14,8 @@ for _, entry in ipairs(undelivered(KEYS[1], group, count)) do
   local request = fields[REQUEST_ID] or ''
   -- A record is written with its requests, so what is left of its life tells their age. If it is gone, or
   -- ends soon, the request has ended.
-  local age_ms = RUNNING_LOG_TTL_S * 1000 - redis.call('PTTL', prefix .. 'response:' .. response_of(request))
+  local response = string.match(request, '^(.*)%.') or request
+  local age_ms = RUNNING_LOG_TTL_S * 1000 - redis.call('PTTL', prefix .. 'response:' .. response)
   if age_ms < tonumber(min_age_ms) then break end
   waiting[#waiting + 1] = {entry[1], request, fields[GATEWAY_ID] or ''}
 end

@@ -37,7 +37,7 @@ end
 local function leave(inflight, request, is_refused)
   local tokens = redis.call('HGET', inflight, request)
   if not tokens then return end
-  local response = response_of(request)
+  local response = string.match(request, '^(.*)%.') or request
   local open = prefix .. 'open:' .. response
   local booked = redis.call('HMGET', open, 'account', 'size', 'keeps')
   local account, shares = booked[1], prefix .. 'shares:' .. string.sub(inflight, #prefix + #'inflight:' + 1)

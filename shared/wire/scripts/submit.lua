@@ -82,7 +82,7 @@ redis.call('EXPIRE', images, ttl)
 redis.call('HSET', open, 'left', num_requests, 'account', account, 'size', size, 'keeps', asked.keeps)
 redis.call('EXPIRE', open, ttl)
 -- none is added if the response is there: a batch's worker submits again what Redis has lost in part
-local added = redis.call('ZADD', account, redis.call('TIME')[1] + ttl, size .. '/' .. response_of(first))
+local added = redis.call('ZADD', account, redis.call('TIME')[1] + ttl, size .. '/' .. string.match(first, '^(.*)%.'))
 redis.call('INCRBY', bytes_held, size * added)
 redis.call('EXPIRE', account, ttl)
 redis.call('EXPIRE', bytes_held, ttl)

@@ -6,5 +6,3 @@ local LOG_TTL_S, RUNNING_LOG_TTL_S, REPLICA_STREAM_TTL_S = 3600, 604800, 600
 
 -- what stands before every key of this cell, and so before the first of KEYS
 local prefix = string.match(KEYS[1], '^{[^}]*}:') or ''
-
-local function response_of(request) return string.match(request, '^(.*)%.') or request end
