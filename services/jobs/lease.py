@@ -1,5 +1,4 @@
-"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent
-for a while."""
+"""The lease of a batch: one worker at a time runs it. Another may take it when the lease has expired."""
 
 import redis.asyncio
 
@@ -12,11 +11,11 @@ RENEW_LEASE = load_script("renew_lease")
 
 
 class LeaseLost(Exception):
-    """Another worker has the batch, or it is gone; the message says which."""
+    """Another worker has the batch, or the batch is gone; the message says which."""
 
 
 class Lease:
-    """The lease of one run. token: names the run; no other has the same."""
+    """The lease of one run. token: names the run, and is unique."""
 
     def __init__(self, client: "redis.asyncio.Redis", batch_id: str, token: str) -> None:
         self.client = client
@@ -24,7 +23,7 @@ class Lease:
         self.token = token
 
     async def take(self) -> bool:
-        """Returns whether nobody else had it."""
+        """Returns whether it was free."""
         return bool(await self.client.set(self.key, self.token, nx=True, px=int(LEASE_S * 1000)))
 
     async def renew(self) -> bool:
@@ -32,7 +31,8 @@ class Lease:
         return bool(await RENEW_LEASE.run(self.client, [self.key], self.token, int(LEASE_S * 1000)))
 
     async def is_free(self) -> bool:
-        """Returns whether nobody has it: Redis was away, or this worker stood still, for longer than the lease, and nobody else was there."""
+        """Whether no run has it: Redis was away, or this worker stood still, for longer than the lease, and
+        no other worker took it."""
         return not await self.client.exists(self.key)
 
     async def give_up(self) -> None:

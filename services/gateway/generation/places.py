@@ -1,6 +1,6 @@
-"""Reading again costs, too. Each tenant has its own places for it at a gateway, so that who reads
-much waits for himself; and what he reads counts against his requests a minute, each time as a tenth
-of one."""
+"""Places for reading stored responses. Each tenant has its own at a gateway, so that a tenant that reads
+much delays no other; and each reading counts as a tenth of a request against the tenant's requests a
+minute."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ from services.requests.store.client import redis_errors_as_503
 from services.requests.store.tenants.limits import Caller
 from shared.process.errors import Rejected
 
-AT_ONCE = 2  # readings of one tenant; each decodes a log between others' turns
+AT_ONCE = 2  # readings of one tenant; each decodes a log in turns with other work
 MAX_WAITING = 256  # of one tenant; beyond: 429
 MAX_FOLLOWERS = 512  # streams that follow logs; each holds a connection to Redis
 MAX_FOLLOWERS_OF_ONE = 128
@@ -31,11 +31,16 @@ class Reading:
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator[None]:
-        """While the caller reads something that is stored. Raises Rejected (429) beyond his limits,
-        Recoverable if Redis can't serve."""
+        """Hold a place while the caller reads something that is stored. Raises Rejected (429) beyond his
+        limits, Recoverable if Redis can't serve."""
         tenant_id = caller.tenant.tenant_id
         if self._num_reading[tenant_id] >= AT_ONCE + MAX_WAITING:
-            raise Rejected(f"{MAX_WAITING} readings of this key wait already", status=429, retry_after_s=1, code="rate_limit_exceeded")
+            raise Rejected(
+                f"{MAX_WAITING} reads of stored responses wait already for this API key: try again later",
+                status=429,
+                retry_after_s=1,
+                code="rate_limit_exceeded",
+            )
         self._num_reading[tenant_id] += 1
         try:
             if caller.tenant.requests_per_minute is not None:
@@ -52,8 +57,8 @@ class Reading:
                 self._places.pop(tenant_id, None)
 
     def follow(self, tenant_id: str) -> Callable[[], None]:
-        """Take a follower's place; call what is returned to give it back. Raises Rejected (429,
-        503) where there is none."""
+        """Take a follower's place; call the returned function to give it back. Raises Rejected (429, 503)
+        if there is none."""
         if self._num_followers[tenant_id] >= MAX_FOLLOWERS_OF_ONE:
             message = f"{MAX_FOLLOWERS_OF_ONE} streams of this key's background responses are open at this gateway"
             raise Rejected(message, status=429, retry_after_s=1, code="too_many_streams")

@@ -1,5 +1,5 @@
-"""Taking a response over from another reader: look first, then become its next reader in one step.
-Whoever asks for nonsense disturbs nobody."""
+"""Taking a response over from another reader: validate first, then become its next reader in one step.
+An invalid request disturbs no reader."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ class Takeover:
     async def take(self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None) -> tuple[list[int], int]:
         """The positions to go on from, and this reader's generation.
 
-        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs that
-        have expired; Rejected while a log may come as far again.
+        Raises Invalid: 400 for a Last-Event-ID that is malformed or beyond the logs, 404 for logs that
+        have expired; Rejected while a log may still reach the position again.
         """
         positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
         for _ in range(ATTEMPTS):
@@ -35,11 +35,11 @@ class Takeover:
             keys = (reader_key(response_id), response_key(response_id), CONTROL.key)
             if await TAKE_OVER.run(self.client, keys, found, self.stage.replica_id, message):
                 return positions, found + 1
-        raise Recoverable("others take the response over all the time")
+        raise Recoverable("other readers take the response over again and again: try again later")
 
     async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
-        """The generation of the present reader, if the logs hold what is asked for."""
-        async with self.client.pipeline(transaction=True) as pipe:  # at one moment: one that ends is in flight no more
+        """The generation of the present reader. Raises as `take` if the logs do not reach the positions."""
+        async with self.client.pipeline(transaction=True) as pipe:  # at one moment: a request that ends leaves inflight
             pipe.hget(reader_key(response_id), "generation")
             for request_id in request_ids:
                 pipe.xrevrange(log_key(request_id), count=1)

@@ -90,10 +90,10 @@ class Admission:
         return self.known is not None and bool(self.known.missing(model))
 
     def resolve(self, name: str, tenant: Tenant) -> str:
-        """The model that the tenant calls so.
+        """The model that the tenant calls by this name.
 
         Raises Rejected (503) while one of its stages is missing and can't be waited for, Invalid
-        (404) if nobody serves it, or not to him.
+        (404) if no replica serves it, or the tenant may not use it.
         """
         registry = self.registry
         for replica in sorted(registry.replicas, key=lambda each: each.started_at):
@@ -225,7 +225,7 @@ class Admission:
         await KEEP_IMAGES.run(self.client, [key], UNSUBMITTED_TTL_S, *digests_and_files)
 
     def check_memory(self, model: str) -> None:
-        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
+        """Raises Rejected (503) while Redis is nearly full: the requests that run need the room that is
         left."""
         if self.memory.is_nearly_full:
             self._count_refused(model, "redis_nearly_full")
@@ -267,8 +267,7 @@ def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
     """Every name of every model that the tenant may use and any stage is there for, with a compute
     replica of it if one is alive.
 
-    A model whose compute is away for a moment has not vanished: as of any request for it, others
-    say that it is not ready.
+    A model whose compute is away for a moment is listed: a request for it is told that it is not ready.
     """
     replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))  # the last one stays: compute, the oldest
     return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
@@ -308,14 +307,14 @@ def texts_of(request: GenerateRequest) -> list[str]:
 
 
 def num_bytes(text: str) -> int:
-    """Roughly the length in UTF-8: exact for ASCII, else estimated without encoding, which n
-    choices would do n times."""
+    """About the length in UTF-8: exact for ASCII, else estimated. Encoding would be repeated for each of
+    n choices."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
 async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's,
-    and has his priority.
+    """Submit requests as their tenant's: they share cached prefixes with no other tenant's, and have his
+    priority. There is no other way in.
 
     Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
     serve.

@@ -14,7 +14,8 @@ from shared.wire.script import load_script
 from shared.wire.streams import held_key, stored_key
 
 CODE = "storage_limit_exceeded"
-MAX_WAIT_S = 60  # that a client is told to wait: others of the tenant's requests may end long before its oldest response expires
+# in Retry-After: other requests of the tenant may end long before its oldest response expires
+MAX_WAIT_S = 60
 DELETE_STORED, REWRITE_STORED = load_script("delete_stored"), load_script("rewrite_stored")
 
 
@@ -25,7 +26,7 @@ def check_size(size: int, most: int) -> None:
 
 
 def too_much_held(held: int, more: int, most: int, wait_s: int) -> Rejected:
-    """The refusal for a request of `more` bytes, of a tenant that holds `held`."""
+    """The refusal of a request of `more` bytes by a tenant that holds `held`."""
     message = (
         f"this key's requests and stored responses hold {size_text(held)}, and {size_text(most)} at most are kept: this request would add {size_text(more)}. "
         f"Delete stored responses, send store: false, or come again: the oldest expires in {wait_s} s"
@@ -34,11 +35,12 @@ def too_much_held(held: int, more: int, most: int, wait_s: int) -> Rejected:
 
 
 def queue_delete(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str) -> None:
-    """Queue that nothing stays stored of a response that has ended."""
+    """Queue the deletion of the stored data of a response that has ended."""
     DELETE_STORED.call(pipe, [held_key(tenant_id), stored_key(response_id)], response_id)
 
 
 def queue_rewrite(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str, size: int, content: bytes, needed: str = "") -> None:
-    """Queue that something else is stored of a response that has ended. size: of what was read, in bytes; needed: a response that must be stored, too."""
+    """Queue new stored data for a response that has ended, if the old has not changed since it was read.
+    size: of the old data, in bytes. needed: a response that must be stored, too; empty: none."""
     keys = [held_key(tenant_id), stored_key(response_id), *([stored_key(needed)] if needed else [])]
     REWRITE_STORED.call(pipe, keys, response_id, size, content)

@@ -1,9 +1,8 @@
 """Figures of batches, over all workers: a hash in Redis, because workers die and batches do not.
 
-A line is counted by the script that notes it in its batch, an end by the one that makes it: once,
-whoever does either a second time. What waits, and since when, is as of the workers' last sweep
-(services/jobs/upkeep.py); a batch that nobody has swept yet says so itself. Every gateway tells the
-same.
+A line is counted by the script that notes it in its batch, an end by the script that makes it: once,
+even if a worker repeats either. How much waits, and since when, was counted at the workers' last sweep
+(services/jobs/upkeep.py); a new batch enters itself until then. Every gateway shows the same.
 """
 
 import time
@@ -31,7 +30,7 @@ def queue_note(pipe: Pipeline, batch_id: str, counts: dict[str, int]) -> None:
 
 
 def queue_created(pipe: Pipeline, created_at: int) -> None:
-    """A batch was made: should none be waiting, it is the oldest."""
+    """Note that a batch was made: if no other waits, it is the oldest."""
     pipe.hsetnx(BATCH_FIGURES, "oldest_at", created_at)
     pipe.hsetnx(BATCH_FIGURES, "progressed_at", created_at)
     pipe.expire(BATCH_FIGURES, FILE_TTL_S)

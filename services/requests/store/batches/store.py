@@ -1,8 +1,8 @@
-"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and
-cancels it, the workers of services/jobs do the rest.
+"""Batches: each is a hash in Redis with its request and its progress. Gateways make and cancel it, the
+workers of services/jobs do the rest.
 
-The status changes by one script that knows where it may go from: a batch that has ended stays as it
-is, whoever comes late.
+One script changes the status, from those that the caller allows: a batch that has ended stays as it
+is, whatever a late worker wants.
 """
 
 import time
@@ -59,7 +59,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch as it was asked for."""
+    """A batch as its client asked for it."""
 
     batch_id: str
     tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
@@ -97,7 +97,7 @@ class Batch:
         return self.status in RUNNING
 
     def closes(self, now: float) -> str:
-        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall
+        """Why no more of its lines are executed, as a code of their errors; empty if they are. now: wall
         clock, s."""
         if self.status == "cancelling":
             return "batch_cancelled"
@@ -143,10 +143,8 @@ class BatchStore:
         self.client = client
 
     async def create(self, record: BatchRecord, traceparent: str = "", model: str = "") -> Batch:
-        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running.
-
-        model: as far as it is known before the input is checked.
-        """
+        """Make a batch known to its owner and to the workers. model: empty if it is not known before the
+        input is checked. Raises Rejected (429) if too many of the owner's are running."""
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
         asked = table(id=record.batch_id, now=time.time(), ttl=TTL_S, max_running=MAX_RUNNING, max_kept=MAX_KEPT)
         values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent, "model", model
@@ -197,8 +195,8 @@ class BatchStore:
         return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
-        """Give it the status, and further fields, if it has one of those allowed. Returns the
-        status that it has then; None: there is no such batch."""
+        """Give a batch the status, and further fields, if its present status is among those allowed.
+        Returns the status that it has then; None if there is no such batch."""
         pairs = [each for name, value in values.items() for each in (name, value)]
         asked = table(
             id=batch_id,
@@ -213,12 +211,12 @@ class BatchStore:
         return present.decode() if present is not None else None
 
     async def begin(self, batch_id: str, total: int, model: str) -> None:
-        """Its input is right: so many lines, for that model. It is in progress, unless it was
-        cancelled."""
+        """Note that a batch's input is right: its number of lines, and its model. It is in progress then,
+        unless it was cancelled."""
         await BEGIN_BATCH.run(self.client, [batch_key(batch_id)], int(time.time()), "total", total, "model", model)
 
     async def delete(self, record: BatchRecord) -> None:
-        """Forget one that has ended."""
+        """Forget a batch that has ended."""
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(batch_key(record.batch_id))
@@ -227,8 +225,8 @@ class BatchStore:
 
 
 def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
-    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch,
-    or has another id than its key."""
+    """The batch in a hash. None if the hash is empty; also, with an error in the log, if it is no batch
+    or its id is not that of its key."""
     if not values:
         return None
     try:
@@ -242,7 +240,7 @@ def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
 
 
 def _batch_of(texts: dict[str, bytes]) -> Batch:
-    """Raises Invalid, ValueError or KeyError, as whatever is wrong with it has it."""
+    """Raises Invalid, ValueError or KeyError for what is no batch."""
     record = decode_record(BatchRecord, texts["record"])
     if not is_file_id(record.input_file_id):
         raise Invalid("its input_file_id could be no file's")

@@ -1,6 +1,7 @@
-"""Sets of prompt modules, in Redis: a hash each, of what the set is and of each module's tokens.
+"""Sets of prompt modules, in Redis: a hash each, with the set's description and each module's tokens.
 
-A set's id follows from what is in it. So it never changes, and who posts it again gets the same.
+A set's id is a hash of its contents. So a set never changes, and a client that posts it again gets the
+same id.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ MAX_SETS = 256  # of one owner
 MAX_BYTES = 64 << 20  # of one owner's
 TTL_S = 30 * 24 * 3600  # after its last use
 SET_ID = re.compile(r"pm-[0-9a-f]{24}")
-ABOUT = "about"  # the field that has what the set is; the others have a module's parts, by its name
+ABOUT = "about"  # the field with the set's description; each other field has a module's parts, by its name
 PREFIX = "module:"
 
 CREATE_MODULES = load_script("create_modules")
@@ -75,8 +76,8 @@ class ModuleStore:
     client: "redis.asyncio.Redis"
 
     async def create(self, owner: str, model: str, body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> ModuleSet:
-        """Keep a set. token_ids: of each text of its modules, in order. Raises Invalid for what is too
-        long, Rejected (429) where the owner has too many."""
+        """Keep a set. token_ids: of each text of its modules, in order. Raises Invalid if it is too long,
+        Rejected (429) if the owner has too many."""
         modules, parts = placed(body, token_ids)
         values = {PREFIX + name: orjson.dumps(each) for name, each in parts.items()}
         said = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
@@ -105,7 +106,7 @@ class ModuleStore:
         return decode(set_id, about)
 
     async def list_of(self, owner: str) -> list[ModuleSet]:
-        """All sets of the owner, those that were used last first."""
+        """All sets of the owner, the last used first."""
         with redis_errors_as_503():
             members: Any = await self.client.zrevrange(module_sets_key(owner), 0, -1)
             async with self.client.pipeline(transaction=False) as pipe:
@@ -153,8 +154,8 @@ class ModuleStore:
 
 
 def placed(body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> tuple[list[ModuleFacts], dict[str, list[Any]]]:
-    """Where the modules stand; and of each, by name, its parts: positions and tokens, or positions,
-    parameters and their rooms. Raises Invalid."""
+    """The modules with their positions; and by name the parts of each: positions and tokens, or
+    positions, parameters and their rooms. Raises Invalid."""
     texts, modules, parts, next_position = iter(token_ids), list[ModuleFacts](), dict[str, list[Any]](), 0
     for number, entry in enumerate(body.modules):
         position = entry.position if entry.position is not None else next_position
@@ -177,7 +178,7 @@ def placed(body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> tuple[list
 
 
 def texts_of(body: PromptModulesBody) -> list[str]:
-    """The texts of all modules, in order, as `create` wants their tokens."""
+    """The texts of all modules, in the order in which `create` takes their tokens."""
     return [piece.text for module in body.all_modules() for piece in module.pieces() if not piece.parameter]
 
 
@@ -196,7 +197,7 @@ def check_use(used: UsedModules, facts: dict[str, ModuleFacts]) -> None:
 
 
 def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
-    """A part as it is stored, with its argument."""
+    """A part in Redis' form, with its argument."""
     position, ids, *room = part
     if room:
         return ModulePart(position, np.zeros(0, np.int32), ids, arguments.get(ids, ""), room[0])

@@ -1,10 +1,9 @@
 """A tenant's limits over all gateways: requests and tokens a minute, as buckets that fill evenly,
 and requests that run at once.
 
-They are checked by the script that hands a request over (admission.py), in the same round trip.
-What runs is what was admitted and is still in flight by the pipeline's own books, so a killed
-gateway's places come back when its requests end. They are counted again only where a limit seems to
-be reached.
+submit.lua checks them when it hands a request over, in the same round trip. A request runs from its
+admission until it is no longer in flight, so a killed gateway's places are free when its requests end.
+The running requests are counted again only if a limit seems to be reached.
 """
 
 import math
@@ -33,17 +32,17 @@ class Charge:
 
 @dataclass(slots=True)
 class Caller:
-    """The sender of a request, and what it has been charged. Each client's request has one, though
-    it may hand several over."""
+    """The sender of a request, and what it has been charged. Each client's request has one, even if it
+    hands several requests over."""
 
     tenant: Tenant
     is_charged: bool = False
-    is_counted: bool = False  # the request is charged, of its tokens nothing yet
-    headers: dict[str, str] = field(default_factory=dict)  # what is left, as the client is told
+    is_counted: bool = False  # the request is charged, its tokens are not yet
+    headers: dict[str, str] = field(default_factory=dict)  # what is left, for the client
 
     @property
     def keys(self) -> tuple[str, str]:
-        """The keys of what the tenant has been charged, and of what runs."""
+        """The tenant's quota and his running requests, as charge.lua takes them."""
         return quota_key(self.tenant.tenant_id), running_key(self.tenant.tenant_id)
 
     def charge(self, num_tokens: int, num_output_tokens: int, num_sequences: int) -> Charge | None:
@@ -99,9 +98,10 @@ class Caller:
         self.tell(left)
 
     def tell(self, left: list[int]) -> None:
-        """Put what is left, as a script returned it, into OpenAI's headers."""
+        """Put what is left into OpenAI's headers. left: as the script returned it, with its time; empty
+        without limits."""
         limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
-        for unit, limit, rest in zip(("requests", "tokens"), limits, left, strict=False):  # beside them, when that was; without limits nothing
+        for unit, limit, rest in zip(("requests", "tokens"), limits, left, strict=False):
             if limit is not None:
                 rest = max(rest, 0)
                 self.headers |= {

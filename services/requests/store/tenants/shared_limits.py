@@ -1,9 +1,9 @@
 """A tenant's limits over several cells. They are kept in the home cell's Redis, and no script there
-can hand a request to another cell: it is charged first, then submitted, and what it was charged is
-given back if its cell does not take it.
+can hand a request to another cell: the request is charged first, then submitted, and refunded if its
+cell does not take it.
 
-The places of what has ended are given back as soon as a limit seems to be reached. A gateway that
-dies in between has charged what never ran: the buckets are full again a minute later.
+The places of ended requests are given back when a limit seems to be reached. A gateway that dies in
+between has charged a request that never runs: the buckets are full again a minute later.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shared.wire.script import load_script, table
 from shared.wire.streams import RUNNING_LOG_TTL_S, inflight_key
 
 CELL_TIMEOUT_S = 2.0  # for a cell to say what runs there
-SUBMITTING_S = 10.0  # a request that was charged so long ago is in its cell by now, or never will be
+SUBMITTING_S = 10.0  # after this a charged request is in its cell, or never will be
 
 REFUND = load_script("refund")
 
@@ -55,7 +55,8 @@ class SharedLimits:
         raise caller.refused(kind.decode(), wait_ms, left)
 
     async def confirm(self, caller: Caller, mark: str, model: str, request_ids: Sequence[str]) -> None:
-        """Note that the requests are in their cell: their places end with them. Without this note (home is away) the first SUBMITTING_S are waited for."""
+        """Note that the requests are in their cell: their places end with them. Without this note, if home
+        is away, they count for SUBMITTING_S at least."""
         if caller.tenant.max_concurrency is not None:
             with suppress(redis.RedisError, OSError):
                 await self.home.hset(caller.keys[1], mapping=dict.fromkeys(request_ids, f"@{mark} 0 {model}"))
@@ -67,8 +68,8 @@ class SharedLimits:
             await REFUND.run(self.home, caller.keys, charge.requests, charge.tokens, *request_ids)
 
     async def drop_ended(self, caller: Caller) -> bool:
-        """Give the places back of what has ended in other cells, or never came there. Returns
-        whether there was any. A cell that is away keeps its own; one that is no more has none."""
+        """Give back the places of requests that have ended in other cells, or never came there. Returns
+        whether there were any. A cell that is away keeps its places; a removed cell has none."""
         running: Any = await self.home.hgetall(caller.keys[1])
         by_cell: dict[bytes, list[tuple[bytes, str]]] = defaultdict(list)
         for request_id, value in running.items():
