@@ -76,7 +76,7 @@ async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key:
     if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
     # raises for what the tenant's limits never allow
-    context.caller.arguments(tokens, outputs, len(asked.requests))
+    context.caller.charge(tokens, outputs, len(asked.requests))
     requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
     size = sum(len(encode(each)) for each in requests)
     check_size(size, settings.max_held_size)

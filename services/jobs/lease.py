@@ -1,27 +1,21 @@
-"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent
-for a while."""
+"""The lease of a batch: one worker at a time runs it. Another may take it when the lease has expired."""
 
 import redis.asyncio
 
+from shared.wire.script import load_script
 from shared.wire.streams import batch_lease_key
 
 LEASE_S = 15.0
 
-# KEYS[1]: lease key. ARGV: token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns
-# whether it was.
-RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-if ARGV[2] == '0' then redis.call('DEL', KEYS[1]) else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-return 1
-"""
+RENEW_LEASE = load_script("renew_lease")
 
 
 class LeaseLost(Exception):
-    """Another worker has the batch, or it is gone; the message says which."""
+    """Another worker has the batch, or the batch is gone; the message says which."""
 
 
 class Lease:
-    """The lease of one run. token: names the run; no other has the same."""
+    """The lease of one run. token: names the run, and is unique."""
 
     def __init__(self, client: "redis.asyncio.Redis", batch_id: str, token: str) -> None:
         self.client = client
@@ -29,16 +23,17 @@ class Lease:
         self.token = token
 
     async def take(self) -> bool:
-        """Returns whether nobody else had it."""
+        """Returns whether it was free."""
         return bool(await self.client.set(self.key, self.token, nx=True, px=int(LEASE_S * 1000)))
 
     async def renew(self) -> bool:
         """Returns whether it was still this run's."""
-        return bool(await self.client.eval(RENEW, 1, self.key, self.token, int(LEASE_S * 1000)))
+        return bool(await RENEW_LEASE.run(self.client, [self.key], self.token, int(LEASE_S * 1000)))
 
     async def is_free(self) -> bool:
-        """Returns whether nobody has it: Redis was away, or this worker stood still, for longer than the lease, and nobody else was there."""
+        """Whether no run has it: Redis was away, or this worker stood still, for longer than the lease, and
+        no other worker took it."""
         return not await self.client.exists(self.key)
 
     async def give_up(self) -> None:
-        await self.client.eval(RENEW, 1, self.key, self.token, 0)
+        await RENEW_LEASE.run(self.client, [self.key], self.token, 0)

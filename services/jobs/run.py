@@ -1,8 +1,8 @@
 """A run of a batch: by one worker, for a minute or until it is done, from where the last one was.
 
-What is done is in the files (a part for each block of lines), what is on its way in the token logs,
-under ids that are a function of batch and line. So a run that is cut off anywhere loses nothing:
-the next submits nothing twice, and reads what has been answered meanwhile.
+Answered blocks of lines are in files, one part each; submitted lines are in the token logs, under ids
+that are a function of batch and line. So a run that is cut off anywhere loses nothing: the next
+submits nothing twice, and reads what has been answered meanwhile.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.line import without_command
 from shared.wire.messages import RequestError
+from shared.wire.script import load_script
 from shared.wire.streams import batch_key, upkeep_key
 
 log = get_logger("penstock.jobs")
@@ -46,7 +47,7 @@ log = get_logger("penstock.jobs")
 SLICE_S = 60.0  # then other batches have their turn
 WATCH_EVERY_S = 1.0
 MAX_ATTEMPTS = 5  # at a line whose log Redis loses
-MAX_BEGUN = 10  # runs in a row that end with their worker, or by a mistake of ours, and have answered nothing
+MAX_BEGUN = 10  # runs in a row that end with a dead worker or a bug, and have answered nothing
 AGAIN_S = 1.0  # after the server was full, or a stage missing
 CLOSED = {
     "batch_cancelled": ("cancelled", "This request was not executed: the batch was cancelled."),
@@ -55,8 +56,7 @@ CLOSED = {
 GONE = [{"code": "file_not_found", "line": None, "message": "the input file is gone", "param": "input_file_id"}]
 LOST = RequestError("Redis has lost this request again and again", code="request_lost")
 
-# ARGV: batch key, how often it was begun in vain. Makes no batch of one that is gone.
-BEGUN = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'num_begun', ARGV[1]) end"
+NOTE_BEGUN = load_script("note_begun")
 
 
 class BatchRun:
@@ -103,7 +103,7 @@ class BatchRun:
             await persist(self.lease.give_up)
 
     def _tell(self, started_at: float, *, is_over: bool) -> None:
-        """Say what this run has done."""
+        """Log what this run has done, and trace it."""
         totals = self._totals()
         if self.spans is not None:
             self.spans.run(started_at, totals.completed, totals.num_lines - totals.completed, is_over=is_over)
@@ -117,15 +117,15 @@ class BatchRun:
         return self.done + self.blocks.totals
 
     async def _watch(self) -> bool:
-        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True
-        when this run is over. Raises LeaseLost."""
+        """Renew the lease, note the batch's progress, and check whether it is to end. Returns True when
+        this run is over. Raises LeaseLost."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if not await persist(self.lease.renew):
                 if not await persist(self.lease.is_free):
                     raise LeaseLost("another worker has taken the batch")
-                log.warning("the lease ran out and nobody has taken the batch: another run goes on", batch_id=self.batch_id)
-                return True  # what this run knows may be old
+                log.warning("the lease expired and no other worker has taken the batch: another run goes on", batch_id=self.batch_id)
+                return True  # the state of this run may be old
             if (batch := await self._load()) is None:
                 raise LeaseLost("the batch is gone from Redis")
             self._note(batch)
@@ -135,18 +135,18 @@ class BatchRun:
                 await end_all(self.runtime.client, list(self.in_flight.values()))
 
     async def _begun(self, num_begun: int) -> None:
-        """Note how often in a row the batch was begun in vain."""
-        await persist(lambda: self.runtime.client.eval(BEGUN, 1, batch_key(self.batch_id), num_begun))
+        """Note how many runs in a row have answered nothing."""
+        await persist(lambda: NOTE_BEGUN.run(self.runtime.client, [batch_key(self.batch_id)], num_begun))
 
     async def _load(self) -> Batch | None:
-        """The batch as it is, told what is counted so far; and whether Redis is full."""
+        """Note the counts so far, and return the batch. Closes the places while Redis is full."""
 
         async def ask_redis() -> Any:
             async with self.runtime.client.pipeline(transaction=False) as pipe:
                 totals = self._totals()
                 if self.is_answering and totals.num_lines > self.told:
                     queue_note(pipe, self.batch_id, asdict(totals))
-                    pipe.eval(BEGUN, 1, batch_key(self.batch_id), 1)
+                    NOTE_BEGUN.call(pipe, [batch_key(self.batch_id)], 1)
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()
@@ -158,7 +158,7 @@ class BatchRun:
         return batch
 
     async def _note_done(self) -> None:
-        """Before the end, so that it is counted what the last second answered."""
+        """Note the counts once more before the end, with the answers of the last second."""
         async with self.runtime.client.pipeline(transaction=False) as pipe:
             queue_note(pipe, self.batch_id, asdict(self.done))
             await pipe.execute()
@@ -170,7 +170,7 @@ class BatchRun:
         """Returns whether there is more to do."""
         batch = await self._load()
         if batch is None:
-            return False  # what lies in its folder may be of use to a Redis that is being restored
+            return False  # a Redis that is being restored may need the batch's folder
         if not batch.is_running:
             await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))  # of one that ended while its worker died
             return False
@@ -211,7 +211,7 @@ class BatchRun:
         return has_more
 
     async def _check(self, batch: Batch) -> Batch:
-        """Look at the input, and begin or fail."""
+        """Check the input, and begin or fail the batch."""
         record, longest = batch.record, self.runtime.settings.max_body_bytes
         async with self.runtime.checking:
             try:
@@ -259,9 +259,8 @@ class BatchRun:
                     task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
-        """Take the places and submit: one line at a time, and again while the server is full, or
-        the tenant has no more to spend in this minute. A batch that has to wait holds no places
-        that others could use."""
+        """Take the places and submit: one line at a time, and again while the server is full, or the
+        tenant's limits are reached. A batch that waits holds no places that others could use."""
         started_at, is_admitted = 0.0, False
         while not is_admitted:
             await self.runtime.places.take(len(asked.requests))
@@ -278,11 +277,10 @@ class BatchRun:
         self.runtime.places.give(count)
 
     async def _begin(self, batch: Batch, line: Line, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
-        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages
-        that are missing.
+        """The line, ready for the pipeline; or its answer, if it needs none. Waits for missing stages.
 
-        may_be_left: by an earlier run. What that has handed over is looked for also in a batch that
-        closes: an answer stays, and what runs is cancelled.
+        may_be_left: an earlier run may have submitted it. Then it is looked for even in a batch that
+        closes: an answer is kept, and a running request is cancelled.
         """
         key = key_of(self.batch_id, line.custom_id)
         own = key_of(self.batch_id, line.custom_id, attempt)
@@ -305,7 +303,8 @@ class BatchRun:
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
     async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
-        """Wait for what was submitted, and settle the line; ask again if it is lost, or no replica came."""
+        """Wait for the line's answer, and settle the line; submit it again if it is lost, or no replica
+        came."""
         attempt = num_lost = 0
         while True:
             block.asked.append(asked)
@@ -325,7 +324,7 @@ class BatchRun:
         await self._settle(block, place, answer or self._refused(line, LOST))
 
     async def _outcome(self, line: Line, asked: Asked) -> Answer | RequestError:
-        """The answer to a request; or why it has to be asked again."""
+        """The answer to a request, or why it has to be submitted again."""
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.runtime.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
@@ -344,8 +343,7 @@ class BatchRun:
         return answered(key, line.custom_id, 200, body, totals)
 
     async def _submit(self, batch: Batch, asked: Asked, started_at: float) -> bool:
-        """Hand the requests over, unless that has been done. Returns False where they have to
-        wait."""
+        """Hand the requests over, unless that has been done. Returns False if they have to wait."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         try:
@@ -362,7 +360,7 @@ class BatchRun:
         return refused(key_of(self.batch_id, line.custom_id), line.custom_id, error)
 
     def _broken(self, line: Line, error: Exception) -> Answer:
-        """A mistake of ours, at one line: the others go on."""
+        """The answer for a line at which a bug showed: the others go on."""
         log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error)))
         return self._refused(line, RequestError("internal error"))
 
@@ -373,8 +371,8 @@ class BatchRun:
             await forget(self.runtime.client, [asked for asked in block.asked if not asked.stored])
 
     async def _finish(self, batch: Batch, num_blocks: int) -> bool:
-        """Make the files of the parts, and end the batch. Returns whether there is more to do:
-        parts that were there are gone."""
+        """Make the output files of the parts, and end the batch. Returns whether there is more to do,
+        because parts have vanished."""
         record, batches, storage = batch.record, self.runtime.batches, self.runtime.storage
         if not self.closing:
             status = await persist(lambda: batches.move(self.batch_id, ("in_progress",), "finalizing"))

@@ -1,9 +1,8 @@
-"""Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so
-that none is the one that must not die; a key in Redis says that a part of the upkeep has just been
-done, by whichever worker.
+"""Upkeep: the periodic tasks of workers, on Celery's beat. Every worker has a beat, so that any may die;
+a key in Redis says that a task has just been done, by one of them.
 
-What the stages do by themselves is not done here: logs and records expire, dead replicas' names,
-streams and consumers go (docs/understand/protocol.md).
+The stages themselves expire logs and records, and remove dead replicas' names, streams and consumers
+(docs/understand/protocol.md).
 """
 
 import asyncio
@@ -15,7 +14,7 @@ import redis
 
 from services.jobs.ending import end_soon
 from services.jobs.input import FOLDERS, folder_of
-from services.jobs.lease import LEASE_S, RENEW
+from services.jobs.lease import LEASE_S, RENEW_LEASE
 from services.jobs.runtime import JobsRuntime
 from services.requests.store.batches.figures import Backlog, queue_backlog
 from services.requests.store.batches.store import Batch, read_batch
@@ -25,6 +24,7 @@ from shared.wire.cells import without_cell
 from shared.wire.job_queue import QUEUED_S
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.wire.registry import look
+from shared.wire.script import load_script
 from shared.wire.streams import (
     BATCHES_RUNNING,
     JOB_QUEUE,
@@ -45,16 +45,17 @@ from shared.wire.streams import (
 log = get_logger("penstock.jobs")
 
 SWEEP_EVERY_S, MEMORY_EVERY_S, TIDY_EVERY_S = 5, 10, 600
-BEGUN_WITHIN_S = 10  # is a task that a worker has taken
+BEGUN_WITHIN_S = 10  # a worker begins a task so soon after it has taken it
 SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
-UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end is nobody's
-UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that nobody serves go
+UNFINISHED_S = 24 * 3600  # after this a partly written file is removed
+UNUSED_MS = 24 * 3600 * 1000  # after this the empty streams of a model without replicas are removed
+SHORTEN, REMOVE_UNUSED = load_script("shorten"), load_script("remove_unused")
 
 
 async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
-    """Whether this worker is to do this part now. A full Redis can't note who does: then it is
-    every worker."""
+    """Whether this worker is to do this task now. A full Redis can't note which worker does: then every
+    worker does it."""
     try:
         # from before Redis' clock went back: it would hold for as long as that was
         if await runtime.client.pttl(upkeep_key(name)) > 1000 * every_s:
@@ -65,8 +66,8 @@ async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
 
 
 async def sweep(runtime: JobsRuntime) -> None:
-    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those
-    that are to end do not wait for their turn. And say what waits of all."""
+    """Send tasks for the batches that no worker has: theirs has died, or their task was lost. Batches that
+    are to end do not wait for their turn. Note how much waits in all."""
     if not await claim(runtime, "sweep", SWEEP_EVERY_S):
         return
     names = await running_batches(runtime)
@@ -79,7 +80,7 @@ async def sweep(runtime: JobsRuntime) -> None:
             pipe.pttl(batch_queued_key(name))
         num_tasks, *replies = await pipe.execute()
     queued = {name: left_ms for name, left_ms in zip(names, replies[3::4], strict=True) if left_ms > 0}
-    # none is lost: those that wait for long are not to be sent again and again
+    # no task is lost: batches that wait for long are not sent again
     if len(queued) <= num_tasks:
         await keep_queued(runtime, list(queued))
     elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
@@ -95,7 +96,7 @@ async def sweep(runtime: JobsRuntime) -> None:
         running.append(batch)
         # so long: not renewed since Redis' clock went back, when its holder's lease became as long
         if holder not in alive or left_ms > 1000 * LEASE_S:
-            await runtime.client.eval(RENEW, 1, batch_lease_key(name), lease or b"", 0)
+            await RENEW_LEASE.run(runtime.client, [batch_lease_key(name)], lease or b"", 0)
             if batch.closes(time.time()):
                 end_soon(runtime, name)
             else:
@@ -106,7 +107,7 @@ async def sweep(runtime: JobsRuntime) -> None:
 
 
 async def keep_queued(runtime: JobsRuntime, names: list[str]) -> None:
-    """The tasks of these batches are still in the queue."""
+    """Note that the tasks of these batches are still in the queue."""
     async with runtime.client.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.expire(batch_queued_key(name), QUEUED_S)
@@ -114,7 +115,7 @@ async def keep_queued(runtime: JobsRuntime, names: list[str]) -> None:
 
 
 def backlog_of(batches: list[Batch]) -> Backlog | None:
-    """The backlog of batches that have not ended; None: there are none."""
+    """The backlog of batches that have not ended; None if there are none."""
     if not batches:
         return None
     waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
@@ -127,8 +128,8 @@ async def running_batches(runtime: JobsRuntime) -> list[str]:
 
 
 async def check_memory(runtime: JobsRuntime) -> None:
-    """Redis near its limit: logs of ended requests go sooner than they would, with what is stored
-    of them, and batches add nothing until there is room."""
+    """Near Redis' memory limit, drop the logs of ended requests early, with their stored data, and let
+    batches add nothing until there is room."""
     if not await claim(runtime, "memory", MEMORY_EVERY_S):
         return
     info: dict[str, Any] = await runtime.client.info("memory")
@@ -143,8 +144,8 @@ async def check_memory(runtime: JobsRuntime) -> None:
 
 
 async def shorten_logs(runtime: JobsRuntime) -> int:
-    """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how
-    many."""
+    """Let the logs of ended requests expire in a minute, among the first MAX_SCANNED keys. Returns their
+    number."""
     cursor, num_scanned, num_shortened = 0, 0, 0
     while num_scanned < MAX_SCANNED:
         found: Any = await runtime.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
@@ -161,7 +162,7 @@ async def shorten_logs(runtime: JobsRuntime) -> int:
                 response_id = response_of(key.decode().removeprefix(log_key("")))
                 # of no use without the log; where others of the response run, a day long
                 for other in (stored_key(response_id), response_key(response_id)):
-                    pipe.eval(SHORTEN, 1, other, SHORT_LOG_TTL_S, LOG_TTL_S)
+                    SHORTEN.call(pipe, [other], SHORT_LOG_TTL_S, LOG_TTL_S)
             await pipe.execute()
         num_shortened += len(ended)
         if cursor == 0:
@@ -169,14 +170,9 @@ async def shorten_logs(runtime: JobsRuntime) -> int:
     return num_shortened
 
 
-# KEYS[1]: key. ARGV: s, s: the life of what has ended, that is to be as short as the first; what has longer
-# to live stays.
-SHORTEN = "if redis.call('TTL', KEYS[1]) <= tonumber(ARGV[2]) then redis.call('EXPIRE', KEYS[1], ARGV[1]) end"
-
-
 async def tidy(runtime: JobsRuntime) -> None:
-    """Remove what nobody needs any more: files that have expired or were never finished, and
-    streams of models that are not served."""
+    """Remove files that have expired or were never finished, folders of ended batches, and streams of
+    models that are not served."""
     if not await claim(runtime, "tidy", TIDY_EVERY_S):
         return
     num_files = await remove_files(runtime)
@@ -187,8 +183,8 @@ async def tidy(runtime: JobsRuntime) -> None:
 
 
 async def remove_files(runtime: JobsRuntime) -> int:
-    """The contents of files whose time, which is in their names, has come; and what was not written
-    to its end."""
+    """Remove the bytes of files that have expired, as their names say, or were not written to their ends.
+    Returns their number."""
     names = await asyncio.to_thread(runtime.storage.names, CONTENTS)
     old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < time.time()]
     old += await asyncio.to_thread(runtime.storage.abandoned, CONTENTS, UNFINISHED_S)
@@ -198,8 +194,8 @@ async def remove_files(runtime: JobsRuntime) -> int:
 
 
 async def remove_folders(runtime: JobsRuntime) -> int:
-    """Remove the folders of batches that have ended. One that Redis does not know at all may be in
-    a Redis that is being restored: it stays."""
+    """Remove the folders of batches that have ended. The folder of a batch that Redis does not know stays:
+    Redis may be about to be restored."""
     names = await asyncio.to_thread(runtime.storage.names, FOLDERS)
     running = await running_batches(runtime)
     ended = [name for name in names if name not in running and (await runtime.client.exists(batch_key(name)))]
@@ -209,7 +205,7 @@ async def remove_folders(runtime: JobsRuntime) -> int:
 
 
 async def remove_streams(runtime: JobsRuntime) -> int:
-    """The empty streams of models of which no stage has been alive for a day."""
+    """Remove the empty streams of models that no stage has served for a day. Returns their number."""
     sleeping: Any = await runtime.client.smembers(SERVED)
     served = {each.decode(errors="replace").partition(":")[2] for each in sleeping}
     served |= {replica.model or "" for replica in look(runtime.stage.transport.client).replicas}
@@ -218,15 +214,5 @@ async def remove_streams(runtime: JobsRuntime) -> int:
         prefix = make("").key
         for key in [without_cell(key).decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
             if key.removeprefix(prefix) not in served:
-                num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 1, key, UNUSED_MS) or 0)
+                num_removed += await REMOVE_UNUSED.run(runtime.client, [key], UNUSED_MS)
     return num_removed
-
-
-# KEYS[1]: stream. ARGV: ms. In one script: a gateway may just be about to add to it.
-REMOVE_UNUSED = """
-if redis.call('TYPE', KEYS[1]).ok ~= 'stream' or redis.call('XLEN', KEYS[1]) > 0 then return 0 end
-local now = redis.call('TIME')
-local last = tonumber(string.match(redis.call('XINFO', 'STREAM', KEYS[1])[8], '^%d+'))
-if tonumber(now[1]) * 1000 - last < tonumber(ARGV[1]) then return 0 end
-return redis.call('DEL', KEYS[1])
-"""

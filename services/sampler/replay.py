@@ -73,6 +73,6 @@ def event_of(entries: Any) -> TokenEvent | str | None:
     """The event of the only entry that was found; None: there is none; a text: why it can't be
     read."""
     try:
-        return decode_entry(entries[0][1][MESSAGE]) if entries else None
+        return decode_entry(entries[0][0], entries[0][1][MESSAGE]) if entries else None
     except Lost as error:
         return str(error)

@@ -18,7 +18,7 @@ from services.sampler.replay import Replay, is_last
 from services.sampler.request_state import RequestState, catch_up
 from services.sampler.rows import LOST, Decided, select, to_decide_again
 from services.sampler.spans import trace
-from services.sampler.writer import AFTER_REFUSED, StepWriter
+from services.sampler.writer import AFTER_REFUSED, Held, StepWriter
 from shared.model.token_table import TokenTable
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
@@ -229,13 +229,12 @@ class SamplerService:
         keys = [(state.intro.handle, position) for state, position in past]
         return states, dict(zip(keys, self.replay.events_at(past), strict=True))
 
-    def settle(self, row: Decided, payload: bytes | None) -> Decided:
-        """The log refused this entry, and holds `payload` instead; None: it has lost what came
-        before."""
+    def settle(self, row: Decided, held: Held) -> Decided:
+        """The log refused this entry, and holds another instead, or has lost what came before."""
         assert row.entry is not None and row.state is not None
         event, request_id = row.entry.event, row.entry.event.request_id
         try:
-            logged = decode_entry(payload) if payload is not None else None
+            logged = decode_entry(*held) if held else None
         except Lost as error:
             return replace(row, entry=None, end=row.state.failure(str(error)))
         if logged is None:  # compute begins again where the log ends, and comes to the same tokens

@@ -14,10 +14,10 @@ from shared.wire.messages import Moments, StepCandidates, StepDecisions, StepEve
 from shared.wire.streams import DirectStream, decisions, events
 from shared.wire.token_log import LogEntry, log_entry, write_end, write_step
 
-AFTER_REFUSED = b""  # an entry that was refused unseen, for it follows one that was refused
-# by handle and position: what the log holds there, AFTER_REFUSED, or None if it has lost what came
-# before
-Refused = dict[tuple[int, int], bytes | None]
+# what the log holds in place of an entry, as its id and event; None if it has lost what came before
+Held = tuple[bytes, bytes] | None
+AFTER_REFUSED = (b"", b"")  # unknown: the entry was refused unseen, for it follows one that was refused
+Refused = dict[tuple[int, int], Held]  # by handle and position
 
 
 class StepWriter:
@@ -34,14 +34,14 @@ class StepWriter:
         logs refused; if there are any, nobody was told."""
         new = [row for row in decided if row.entry is not None]
         refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
-        return {new[index - 1].key: payload for index, payload in refused}
+        return {new[index - 1].key: held for index, held in refused}
 
     def tell(self, step: StepCandidates, decided: list[Decided]) -> None:
         """Send events and decisions of rows whose tokens the logs hold, and write the ends without
         a token."""
         self._send(step, decided, [])
 
-    def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, bytes | None]]:
+    def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, Held]]:
         now = time.time()
         messages = [*self._events(step, decided, now), (decisions(step.compute_id), self._decisions(step, decided))]
         ends = [(row.end, row.state.gateway_id, self._moments(step, [row], now)) for row in decided if row.end and row.state]
@@ -51,8 +51,7 @@ class StepWriter:
                 write_end(pipe, self.model, end, gateway_id, moments)
             write_step(pipe, self.model, entries, messages)
 
-        refused: list[tuple[int, bytes | None]] = self.send(fill)[len(ends)]
-        return refused
+        return [(index, (held[0], held[1]) if held else None) for index, held in self.send(fill)[len(ends)]]
 
     def _events(self, step: StepCandidates, decided: list[Decided], now: float) -> list[tuple[DirectStream, StepEvents]]:
         """Each gateway's events, in the order of the rows."""

@@ -5,8 +5,8 @@ So all keys of a pipeline begin with the same hash tag, `{CELL}:`, and have one 
 large deployment has several cells, and the cluster spreads these. Processes connect to the primary
 that has the slot, and ask the cluster's nodes for it again whenever a connection is made.
 
-The tag is put on in one place, when a command is packed: nobody else has to know of it. What Redis
-returns has it still: `without_cell` takes it off.
+The tag is put on in one place, when a command is packed: no caller has to know of it. Keys that Redis
+returns still have it: `without_cell` takes it off.
 """
 
 import re
@@ -41,13 +41,13 @@ FIRST_KEY = """
 """
 ALL_KEYS = ("DEL", "EXISTS", "MGET", "TOUCH", "UNLINK", "WATCH")
 ALL_BUT_LAST = ("BLPOP", "BRPOP")
-# what has its keys elsewhere is looked at by name
+# commands with their keys elsewhere have a branch in keys_of
 PLACES = dict.fromkeys(NO_KEYS.split(), range(0)) | dict.fromkeys(FIRST_KEY.split(), range(1, 2))
 
 
 def keys_of(arguments: Sequence[Any]) -> range:
-    """Where a command has its keys, as redis-py writes commands: a subcommand is a word of the
-    first argument. Raises ValueError for a command that is not known."""
+    """The places of a command's keys among its arguments. redis-py writes a subcommand as a word of the
+    first argument. Raises ValueError for an unknown command."""
     name = arguments[0].partition(" ")[0].upper()
     if (place := PLACES.get(name)) is not None:
         return place
@@ -62,7 +62,7 @@ def keys_of(arguments: Sequence[Any]) -> range:
         return range(1, len(arguments) - 1)
     if name == "SCAN" and b"MATCH" in arguments:
         return range(arguments.index(b"MATCH") + 1, arguments.index(b"MATCH") + 2)
-    raise ValueError(f"no cell for a command whose keys nobody knows: {name}")
+    raise ValueError(f"no cell for {name}: shared/wire/cells.py does not know where its keys are")
 
 
 def in_cell(prefix: str, arguments: Sequence[Any]) -> list[Any]:
@@ -75,18 +75,18 @@ def in_cell(prefix: str, arguments: Sequence[Any]) -> list[Any]:
 
 
 def without_cell(key: bytes) -> bytes:
-    """A key that Redis returned, as those who use it know it. None of them begins with a brace."""
+    """A key that Redis returned, without the tag of its cell. No key begins with a brace by itself."""
     return TAG.sub(b"", key)
 
 
 class Nodes:
-    """The nodes of a cluster, in the place of Sentinels: they name the primary of a cell's slot."""
+    """The nodes of a cluster, used like Sentinels: they name the primary of a cell's slot."""
 
     def __init__(self, named: Named) -> None:
         self.named = named
         self.slot: int = key_slot(named.prefix.encode())
         self.addresses = list(named.addresses)  # in the order in which they are asked
-        self.reason = "they know of none"  # or why the last one that was asked gave no answer
+        self.reason = "they know of none"  # or why the last node gave no answer
 
     def discover_master(self, _: str) -> tuple[str, int]:
         """The primary's address. Raises MasterNotFoundError, a ConnectionError."""
@@ -108,8 +108,8 @@ class Nodes:
         return MasterNotFoundError(f"no node of the Redis Cluster names a primary for the cell {self.named.cell!r}: {self.reason}")
 
     def learn(self, address: tuple[str, int], slots: list[list[Any]]) -> tuple[str, int] | None:
-        """The primary by the account of the node at the address: ranges of slots, each with its
-        primary and then its replicas. The node, and those that it knows, are asked next time."""
+        """The primary, as the node at the address says. slots: ranges, each with its primary and then
+        its replicas. The node, and those that it knows, are asked next time."""
         servers = {(first, last): [(host_of(node, address[0]), node[1]) for node in nodes] for first, last, *nodes in slots}
         known = [each for found in servers.values() for each in found]
         kept = [each for each in self.addresses if each in known or each in self.named.addresses]
@@ -117,12 +117,12 @@ class Nodes:
         return next((found[0] for (first, last), found in servers.items() if first <= self.slot <= last), None)
 
     def was_wrong(self) -> None:
-        """The slot is not where the node said that was asked first: ask it last."""
+        """The slot is not where the first node said: ask that node last from now on."""
         self.addresses.append(self.addresses.pop(0))
 
 
 def host_of(node: list[Any], asked: str) -> str:
-    """A server's host, as CLUSTER SLOTS has it; where it has none, that of the node that was asked."""
+    """A server's host in CLUSTER SLOTS; the asked node's host if there is none."""
     host = (node[0] or b"").decode()
     return asked if host in ("", "?") else host
 
@@ -158,7 +158,7 @@ class CellPacker:
 
 
 class CellConnection(ClusterConnection):
-    """The same, for commands that know nothing of the cell."""
+    """A ClusterConnection that puts the cell's tag before the keys of every command."""
 
     def _construct_command_packer(self, packer: Any) -> CellPacker:
         plain = super()._construct_command_packer(packer)  # type: ignore[no-untyped-call]

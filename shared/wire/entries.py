@@ -18,6 +18,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.cells import without_cell
 from shared.wire.line import Pipeline
 from shared.wire.messages import decode, encode
+from shared.wire.script import load_script
 from shared.wire.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
 from shared.wire.transport import Transport
 
@@ -27,6 +28,8 @@ RELEASED_MS = 24 * 3600 * 1000  # an idle time beyond any lease
 CLAIM_WINDOW = 64  # pending entries that are looked at for those delivered least often
 TRIM_EVERY_S = 0.5  # of a stream that one replica reads
 FORGET_CONSUMER_MS = 60_000  # of a consumer that is not alive and has nothing pending
+FORGET_CONSUMERS, LEAVE_GROUP = load_script("forget_consumers"), load_script("leave_group")
+RENEW_ENTRIES, TAKEN_OVER = load_script("renew_entries"), load_script("taken_over")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that no one could handle, and whom to tell. Still pending until
-    `GroupReader.finish`."""
+    """A message that no replica could handle, and the gateway that waits for it. Still pending
+    until `GroupReader.finish`."""
 
     entry_id: bytes
     request_id: str
@@ -51,8 +54,7 @@ class DeadLetter:
 
 
 def append(pipe: Pipeline, stream: DirectStream, message: Any) -> None:
-    """Queue the message for the stream's one reader. The stream lives on for a while only, should
-    that reader have died."""
+    """Queue the message for the stream's one reader. The stream expires if that reader has died."""
     pipe.xadd(stream.key, {MESSAGE: encode(message)})
     pipe.expire(stream.key, REPLICA_STREAM_TTL_S)
 
@@ -89,8 +91,8 @@ class DirectReader:
         return messages
 
     def trim_now_and_then(self, pipe: Pipeline) -> None:
-        """Once in a while, drop what has been taken: doing it with every read would cost a command
-        a step."""
+        """Drop the entries that were taken, once in TRIM_EVERY_S: with every read it would cost a
+        command a step."""
         if time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
             self._trimmed_at = time.monotonic()
             pipe.xtrim(self.stream.key, minid=next_id(self.last_id), approximate=False)
@@ -117,7 +119,7 @@ class GroupReader:
                 raise
 
     def queue_read(self, pipe: Pipeline, *, count: int, block_ms: int | None = None) -> None:
-        """Ask, within a pipeline, for up to count entries that nobody has yet; `take` reads the
+        """Ask, within a pipeline, for up to count entries that no consumer has yet; `take` reads the
         reply."""
         pipe.xreadgroup(self.stream.group, self.consumer, {self.stream.key: ">"}, count=count, block=block_ms)
 
@@ -130,7 +132,7 @@ class GroupReader:
         return self.open_fresh(entries_of(reply).get(self.stream.key.encode(), []))
 
     def open_fresh(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Entries that nobody has begun."""
+        """Entries that no replica has begun."""
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
     def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None, besides: Collection[bytes] = ()) -> tuple[list[Delivery], list[DeadLetter]]:
@@ -153,27 +155,27 @@ class GroupReader:
 
     def forget_consumers(self, live: set[str]) -> None:
         """Remove the names of consumers that are dead and have nothing pending."""
-        self.transport.persist(
-            lambda: self.transport.client.eval(FORGET_CONSUMERS, 1, self.stream.key, self.stream.group, FORGET_CONSUMER_MS, self.consumer, *live)
-        )
+        keys, client, stays = [self.stream.key], self.transport.client, (self.consumer, *live)
+        self.transport.persist(lambda: FORGET_CONSUMERS.call(client, keys, self.stream.group, FORGET_CONSUMER_MS, *stays))
 
     def renew(self, pipe: Pipeline, entry_ids: Collection[bytes]) -> None:
         """Say that these entries are still being worked on, as far as they are still this
         consumer's."""
         if entry_ids:
-            pipe.eval(RENEW, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids)
+            RENEW_ENTRIES.call(pipe, [self.stream.key], self.stream.group, self.consumer, *entry_ids)
 
     def taken_over(self, entry_ids: list[bytes]) -> list[bytes]:
         """The entries among these that another consumer has claimed: this one was silent for too
         long."""
         if not entry_ids:
             return []
-        taken: Any = self.transport.persist(lambda: self.transport.client.eval(TAKEN_OVER, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids))
+        keys, client, group = [self.stream.key], self.transport.client, self.stream.group
+        taken: Any = self.transport.persist(lambda: TAKEN_OVER.call(client, keys, group, self.consumer, *entry_ids))
         return list(taken)
 
     def release(self, pipe: Pipeline, entry_ids: list[bytes], *, num_deliveries: int = 0) -> None:
-        """Let another consumer claim these entries at once, as if they had been delivered so often
-        before: never, where this one hands them on."""
+        """Let another consumer claim these entries at once. num_deliveries: how often they count as
+        delivered before; 0 if this consumer hands them on in good order."""
         if entry_ids:
             pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=num_deliveries, justid=True)
 
@@ -200,9 +202,8 @@ class GroupReader:
             pipe.xdel(self.stream.key, *entry_ids)
 
     def leave(self, pipe: Pipeline) -> None:
-        """Remove this consumer's name from the group, if nothing is pending with it: Redis forgets a
-        deleted consumer's entries. In one script, for an entry may be given to it meanwhile."""
-        pipe.eval(LEAVE, 1, self.stream.key, self.stream.group, self.consumer)
+        """Remove this consumer's name from the group, if nothing is pending with it."""
+        LEAVE_GROUP.call(pipe, [self.stream.key], self.stream.group, self.consumer)
 
     def _open(
         self, entries: list[tuple[bytes, dict[bytes, bytes]]], num_deliveries: dict[bytes, int], *, was_claimed: bool, max_deliveries: int | None = None
@@ -219,45 +220,6 @@ class GroupReader:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, num_deliveries[entry_id]))
                 dead.append(DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error)))
         return deliveries, dead
-
-
-# KEYS[1]: the stream; ARGV: group, idle ms, consumers that stay. In one script: between a look and
-# the removal a consumer might be given an entry, and Redis forgets a removed consumer's entries.
-FORGET_CONSUMERS = """
-local stays = {}
-for i = 3, #ARGV do stays[ARGV[i]] = true end
-for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
-  local consumer = {}
-  for i = 1, #fields, 2 do consumer[fields[i]] = fields[i + 1] end
-  if not stays[consumer.name] and consumer.pending == 0 and consumer.idle > tonumber(ARGV[2]) then
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
-  end
-end
-"""
-
-
-# KEYS[1]: the stream; ARGV: group, consumer
-LEAVE = """
-if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2]) end
-"""
-
-
-# KEYS[1]: the stream; ARGV: group, consumer, entry ids. A consumer that was stopped for a while
-# must not take back what another has claimed.
-RENEW = """
-for i = 3, #ARGV do
-  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
-  if pending and pending[2] == ARGV[2] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
-end
-"""
-TAKEN_OVER = """
-local taken = {}
-for i = 3, #ARGV do
-  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
-  if pending and pending[2] ~= ARGV[2] then taken[#taken + 1] = ARGV[i] end
-end
-return taken
-"""
 
 
 def _text(values: dict[bytes, bytes], name: bytes) -> str:

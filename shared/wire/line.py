@@ -1,12 +1,12 @@
-"""Line: a connection to Redis on which commands are sent now and their replies are read when they
-are wanted.
+"""Line: a connection to Redis that sends commands now and reads their replies later.
 
-Compute sends a step's candidates and goes on to the next step; what Redis says is read when that
-step is done. A blocking read is left standing in the same way: its reply comes when there is
-something to read, while the model runs.
+Compute sends a step's candidates and goes on to the next step; it reads the replies when that step is
+done. A blocking read stays open in the same way: its reply comes when there is something to read,
+while the model runs.
 """
 
 import hashlib
+import re
 import select
 import time
 from collections import deque
@@ -18,26 +18,29 @@ import redis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from shared.wire.script import in_script, name_of
+
 # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 Pipeline = Any
 
-# an operator's to mend, no mistake of ours
+# the operator has to change the configuration
 DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)
-# for a reply, beside what a read may block: beyond, the connection is dead and nobody said so, or
-# Redis stands still
+# for a reply, in addition to the time that a read may block: after that the connection is dead without
+# notice, or Redis is stopped
 REPLY_TIMEOUT_S = 5.0
 BLOCKING = ("XREAD", "XREADGROUP")
+SCRIPT_OF_PIPELINE = re.compile(r"\(EVAL -- (\w+)\b")  # in the command that redis-py puts before an error
 
 
 class Line:
-    """One connection of its own. Every method raises what redis-py raises; after that, `close` and
+    """Has one connection of its own. Every method raises what redis-py raises; then call `close` and
     start over."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Any = client
         self._connection: Any = client.connection_pool.make_connection()
-        # commands without a reply yet, with redis-py's options and s that they may block
-        self._awaited: deque[tuple[str, dict[str, Any], float]] = deque()
+        # commands without a reply yet, with redis-py's options, s that they may block, and their scripts
+        self._awaited: deque[tuple[str, dict[str, Any], float, str]] = deque()
         self._scripts: set[str] = set()  # digests of the scripts that were sent
         self._sent_at = 0.0
 
@@ -46,7 +49,7 @@ class Line:
         return len(self._awaited)
 
     def send(self, fill: Callable[[Pipeline], None]) -> None:
-        """The commands that `fill` queues, in one write."""
+        """Send the commands that `fill` queues, in one write."""
         pipe = self._client.pipeline(transaction=False)
         fill(pipe)
         commands = pipe.command_stack
@@ -55,13 +58,14 @@ class Line:
                 self._connection.connect()  # which asks Sentinels where to; sending alone would not
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
             self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
-            self._awaited.extend((arguments[0], options, block_of(arguments)) for arguments, options in commands)
+            for arguments, options in commands:
+                self._awaited.append((arguments[0], options, block_of(arguments), script_of(arguments)))
             self._sent_at = time.monotonic()
 
     def _by_digest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The command as it is; a script that Redis was sent on this connection before by its
-        digest. (Should Redis have forgotten it, that is an error that passes: the connection is
-        closed then, and the script is sent again.)"""
+        """The command; with a script's digest if the script was sent on this connection before. (If
+        Redis has forgotten it, that is a temporary error: the connection is closed, and the script is
+        sent again.)"""
         if arguments[0] != "EVAL":
             return arguments
         digest = digest_of(arguments[1])
@@ -71,33 +75,33 @@ class Line:
         return arguments
 
     def has_reply(self, wait_s: float = 0.0) -> bool:
-        """Whether a reply has come, or comes within wait_s. Raises TimeoutError where none came in
-        the time that the commands may take."""
+        """Whether a reply has come, or comes within wait_s. Raises TimeoutError if none came in the time
+        that the commands may take."""
         if not self._awaited:
             return False
         if self._connection.can_read(timeout=wait_s):
             return True
-        patience_s = REPLY_TIMEOUT_S + max(block_s for _, _, block_s in self._awaited)
+        patience_s = REPLY_TIMEOUT_S + max(block_s for _, _, block_s, _ in self._awaited)
         if time.monotonic() - self._sent_at > patience_s:
             raise RedisTimeoutError(f"no reply for {patience_s:.0f} s")
         return False
 
     def receive(self, *, leave: int = 0) -> list[Any]:
-        """The replies to all that was sent but its last `leave` commands, as redis-py gives them;
-        waits for them.
+        """Wait for the replies to all commands but the last `leave`, and return them as redis-py gives
+        them.
 
-        Raises the first error among them once all are read, TimeoutError where one does not come.
+        Raises the first error among them once all are read, TimeoutError if one does not come.
         """
         replies: list[Any] = []
         first: ResponseError | None = None
         while len(self._awaited) > leave:
-            command, options, block_s = self._awaited[0]
+            command, options, block_s, script = self._awaited[0]
             if block_s and not self._connection.can_read(timeout=block_s + REPLY_TIMEOUT_S):
                 raise RedisTimeoutError(f"no reply to {command} for {block_s + REPLY_TIMEOUT_S:.0f} s")
             try:
                 reply = self._connection.read_response()
             except ResponseError as error:
-                first, reply = first or error, None
+                first, reply = first or (in_script(error, name_of(script)) if script else error), None
             self._awaited.popleft()
             callback = self._client.response_callbacks.get(command)
             replies.append(reply if callback is None or reply is None else callback(reply, **options))
@@ -106,18 +110,18 @@ class Line:
         return replies
 
     def fileno(self) -> int:
-        """The socket's. Good while a reply is awaited."""
+        """The socket's file descriptor. Valid while a reply is awaited."""
         return int(self._connection._sock.fileno())
 
     def close(self) -> None:
-        """Hang up; the next `send` connects again."""
+        """Close the connection; the next `send` connects again."""
         self._connection.disconnect()
         self._awaited.clear()
         self._scripts.clear()
 
 
 def wait_for_any(lines: Sequence[Line], wait_s: float) -> None:
-    """Until one of the lines that await a reply has one, or for wait_s. Raises what has_reply does."""
+    """Wait until a line that awaits a reply has one, wait_s at most. Raises what has_reply raises."""
     awaiting = [line for line in lines if line.num_awaited]
     if not awaiting or any(line.has_reply() for line in awaiting):
         return
@@ -128,32 +132,39 @@ def wait_for_any(lines: Sequence[Line], wait_s: float) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Redis's reason, without the command that redis-py puts before it: its arguments may be a
-    message, with what somebody asked."""
-    _, mark, reason = str(error).rpartition(" of pipeline caused error: ")
-    return reason.strip("(),'\"") if mark else reason
+    """Redis's reason, without the command that redis-py puts before it (its arguments may be a message,
+    with what a client asked), but with the name of its script."""
+    command, mark, reason = str(error).rpartition(" of pipeline caused error: ")
+    if not mark:
+        return reason
+    script = SCRIPT_OF_PIPELINE.search(command)
+    return reason.strip("(),'\"") + (f" (in {script[1]}.lua)" if script else "")
 
 
 def refusal_of(error: BaseException) -> str:
-    """The line for one of DENIED, with what to do about it."""
+    """The message for one of DENIED, with what to do about it."""
     wants_password = "already authenticated" in str(error) or "NOAUTH" in str(error)
     hint = ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's redis-password" if wants_password else ""
     return f"Redis refuses: {reason_of(error)}{hint}"
 
 
 def without_command(error: BaseException) -> BaseException:
-    """The error, without the command from now on: also a traceback shows no more than its
-    reason."""
+    """The error, changed so that also a traceback shows its reason without the command."""
     if isinstance(error, redis.RedisError):
         error.args = (reason_of(error),)
     return error
 
 
 def block_of(arguments: tuple[Any, ...]) -> float:
-    """Seconds that a command may block; 0: it does not."""
+    """Seconds that a command may block; 0 if it does not."""
     if arguments[0] not in BLOCKING or b"BLOCK" not in arguments:
         return 0.0
     return float(arguments[arguments.index(b"BLOCK") + 1]) / 1000
+
+
+def script_of(arguments: tuple[Any, ...]) -> str:
+    """The text of the script that a command runs; empty: it runs none."""
+    return str(arguments[1]) if arguments[0] == "EVAL" else ""
 
 
 @cache

@@ -10,7 +10,7 @@ what.
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgpack
@@ -360,14 +360,6 @@ def encode(message: Any) -> bytes:
     """The message as bytes."""
     tag, version = TAGS[type(message)]
     return typing.cast(bytes, msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]))
-
-
-def encode_around(message: Any, name: str) -> tuple[bytes, bytes]:
-    """The bytes of the message before and after those of one of its fields."""
-    tag, version = TAGS[type(message)]
-    packed = [msgpack.packb(each) for each in (tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message))]
-    at = 2 + [each.name for each in fields(message)].index(name)
-    return msgpack.Packer().pack_array_header(len(packed)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
 
 
 def decode(message_type: type[M], data: bytes) -> M:

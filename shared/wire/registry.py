@@ -23,14 +23,15 @@ from shared.process.telemetry import get_logger
 from shared.wire.line import DENIED, Pipeline, reason_of, without_command
 from shared.wire.messages import Control, decode, encode
 from shared.wire.replica import Replica
-from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
+from shared.wire.script import load_script
+from shared.wire.streams import CONTROL, REPLICAS, WATCHED, replica_key, view_key
 from shared.wire.transport import Transport, is_temporary
 from shared.wire.views import ComputeView
 
 log = get_logger("penstock.registry")
 
 RENEW_EVERY_S = 1.0
-RENEW_WATCHED_EVERY_S = 0.5  # while somebody looks at the live view
+RENEW_WATCHED_EVERY_S = 0.5  # while a client looks at the live view
 LEASE_S = 4.0
 # between two looks: a lease that was good at the first may be out at the second, and its owner
 # alive
@@ -38,6 +39,7 @@ BLIND_AFTER_S = LEASE_S - RENEW_EVERY_S
 END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
 # a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
 STUCK_AFTER_S = 30.0
+BROADCAST = load_script("broadcast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Registry:
     """
 
     replicas: tuple[Replica, ...] = ()
-    is_watched: bool = False  # somebody looks at the live view
+    is_watched: bool = False  # a client looks at the live view
     looked_at: float = -math.inf
     seen_since: float = -math.inf  # no two looks since then were far apart; -inf: none ever were
 
@@ -148,42 +150,30 @@ def announce(pipe: Pipeline, replica: Replica) -> None:
 
 
 def show(pipe: Pipeline, view: ComputeView) -> None:
-    """Show a view to those who watch, for as long as the replica's lease."""
+    """Show a view to gateways, for as long as the replica's lease."""
     pipe.set(view_key(view.replica_id), encode(view), px=int(LEASE_S * 1000))
 
 
 def withdraw(pipe: Pipeline, replica: Replica) -> None:
-    """Leave the registry now, and have everybody look again."""
+    """Leave the registry now, and have every replica look again."""
     pipe.delete(replica_key(replica.stage, replica.replica_id))
     pipe.srem(REPLICAS, f"{replica.stage}:{replica.replica_id}")
     broadcast(pipe, Control("refresh"))
 
 
 def broadcast(pipe: Pipeline, message: Control) -> None:
-    """Append to the control stream, dropping what every replica has long had the chance to read.
-    Never by length: by age."""
-    pipe.eval(BROADCAST, 1, CONTROL.key, encode(message))
-
-
-# for scripts that say something to every replica. control: the stream's key
-BROADCAST_FUNCTION = f"""
-local function broadcast(control, message)
-  redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
-  redis.call('XTRIM', control, 'MINID', (redis.call('TIME')[1] - {CONTROL_WINDOW_S}) * 1000)
-  redis.call('EXPIRE', control, {2 * CONTROL_WINDOW_S})
-end
-"""
-BROADCAST = BROADCAST_FUNCTION + "broadcast(KEYS[1], ARGV[1])"
+    """Queue a message to every replica."""
+    BROADCAST.call(pipe, [CONTROL.key], encode(message))
 
 
 class Heartbeat(threading.Thread):
-    """Once a second (twice while watched), in the background: announces this replica, sends what
-    its stage adds, and looks who else is alive.
+    """Announces this replica once a second (twice while watched), sends what its stage adds, and looks
+    which replicas are alive.
 
-    Its own thread, because a long prefill step must not cost a replica its lease; and it renews
-    nothing while the replica's loop is stuck, or is cut off from a Redis that the heartbeat
-    reaches. Its transport waits for no reply that comes after the lease: whoever leaves would wait
-    for it.
+    It is a thread of its own, because a long prefill step must not cost a replica its lease. It
+    renews nothing while the replica's loop is stuck, or is cut off from a Redis that the heartbeat
+    reaches. Its transport waits for no reply that comes after the lease: a replica that leaves would
+    wait for it.
     """
 
     def __init__(
@@ -194,9 +184,9 @@ class Heartbeat(threading.Thread):
         idle_since: Callable[[], float],
         step_timeout_s: float | None = None,
     ) -> None:
-        """idle_since: when the loop came round last, served by Redis (monotonic, s).
-        step_timeout_s: of a loop that waits for a device, which may hang without an error: after
-        that long in one step the process ends."""
+        """idle_since: when the loop last began a round with Redis' replies (monotonic, s).
+        step_timeout_s: for a loop that waits for a device, which may hang without an error: after
+        so long in one step the process ends."""
         super().__init__(name="heartbeat", daemon=True)
         self.step_timeout_s = step_timeout_s
         self.transport = transport
@@ -231,7 +221,7 @@ class Heartbeat(threading.Thread):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> NoReturn:
-        """End the process: whoever watches it starts another."""
+        """End the process: its supervisor starts another."""
         if isinstance(error, DENIED):
             log.error("Redis refuses, ending the process", error=reason_of(error))
         else:
@@ -264,15 +254,14 @@ class Heartbeat(threading.Thread):
         self._wake.set()
 
     def end(self) -> None:
-        """Before the process ends: a thread that speaks TLS while the interpreter goes away may end
-        it with SIGSEGV."""
+        """Stop the thread before the process ends: a thread that uses TLS while the interpreter shuts
+        down may end it with SIGSEGV."""
         self._is_over = True
         self._wake.set()
         self.join(END_TIMEOUT_S)
 
     def leave(self) -> None:
-        """Leave the registry; the replica may go on working, and its heartbeat with it,
-        unannounced."""
+        """Leave the registry. The replica and its heartbeat may go on, unannounced."""
         with self._lock:
             if self._has_left:
                 return

@@ -12,7 +12,6 @@ LOG_TTL_S = 3600  # of a finished request's token log: how long a client may sti
 # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
 RUNNING_LOG_TTL_S = 7 * 24 * 3600
 REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
-CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
 MAX_DEAD_LETTERS = 10_000
 FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
 SERVED_TTL_S = 30 * 24 * 3600  # of what is known of a model without replicas
@@ -20,11 +19,9 @@ SERVED_TTL_S = 30 * 24 * 3600  # of what is known of a model without replicas
 # The one field of a stream entry; group entries also carry the request's id and gateway in the
 # clear, so that a message that does not decode can still fail its request.
 MESSAGE, REQUEST_ID, GATEWAY_ID = b"m", b"r", b"g"
-
-
-# For scripts that make keys themselves: what stands before every key of their cell (cells.py), and
-# so before their first one.
-PREFIX = "local prefix = string.match(KEYS[1], '^{[^}]*}:') or ''"
+# Further fields in a gateway's stream of events, for the end of a request: an encoded TokenEvent, and its
+# position, which only the script that writes the end knows.
+END_EVENT, END_POSITION = b"e", b"p"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +114,8 @@ def stored_key(response_id: str) -> str:
 
 
 def open_key(response_id: str) -> str:
-    """A hash for a running response: `left`, its sequences that have not ended; `account` and `size`, who is charged for its data in Redis, and for how many
-    bytes; `keeps`, the longest stored data that stays if the response is refused. Gateway → the stage that ends a request. Lives until the
+    """The accounting of a running response, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for its data in Redis,
+    and for how many bytes; `keeps`, the longest stored data that stays if the response is refused. Gateway → the stage that ends a request. Lives until the
     response ends, 7 days at most."""
     return f"open:{response_id}"
 

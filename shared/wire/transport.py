@@ -1,10 +1,8 @@
-"""A connection to Redis, and waiting for Redis to come back. What is moved over it is the business
-of entries.py.
+"""A connection to Redis that retries while Redis can't serve. entries.py moves messages over it.
 
-Every error of Redis has its owner here. `is_temporary` says which ones pass (Redis is away, is
-loading, may not write at the moment, has come back empty): they are waited out, however long it
-takes, and shown as `Transport.problem`. Any other is a mistake of ours or of the operator's; it
-ends the process, loudly.
+Every error of Redis is handled here. `is_temporary` says which ones pass (Redis is away, is loading,
+may not write at the moment, has come back empty): they are retried indefinitely, and shown as
+`Transport.problem`. Any other error is a bug or a wrong configuration; it ends the process.
 """
 
 import random
@@ -39,14 +37,14 @@ REFUSALS = (
 )
 TEMPORARY = re.compile(
     r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b|non local key"
-)  # also within a script's. A key is not local while its slot moves
+)  # also within a script's error. A key is not local while its slot moves
 NO_GROUP = re.compile(r"\b(NOGROUP|UNBLOCKED)\b")
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 WARN_EVERY_S = 5.0
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later, with nothing changed by us."""
+    """Whether the same call may succeed later without a change of ours."""
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
     # loading its data, after a restart, is a ConnectionError
@@ -56,13 +54,13 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
-    """A client with hiredis underneath. timeout_s: for a reply; then the connection is closed.
-    `Transport.persist` retries: that can be interrupted."""
+    """A client that parses with hiredis. timeout_s: for a reply; then the connection is closed. It does
+    not retry: `Transport.persist` does, and can be interrupted."""
     return redis.Redis.from_pool(pool_of(url, timeout_s, CellConnection))
 
 
 def pool_of(url: str, timeout_s: float, in_cluster: type[SentinelManagedConnection]) -> "redis.ConnectionPool":
-    """Connections to the Redis of a URL. in_cluster: of which class, if it is a cluster."""
+    """Connections to the Redis of a URL. in_cluster: their class if it is a cluster."""
     options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": min(5.0, timeout_s), "socket_timeout": timeout_s}
     try:
         if (named := parse_named(url)) is None:
@@ -77,13 +75,12 @@ def pool_of(url: str, timeout_s: float, in_cluster: type[SentinelManagedConnecti
 
 
 class Backoff:
-    """Growing pauses while Redis can't serve, a line in the log now and then, and what the problem
-    is."""
+    """Growing pauses while Redis can't serve, a warning every WARN_EVERY_S, and the problem in words."""
 
     def __init__(self) -> None:
-        self.problem = ""  # the error that is being waited out; empty: none
+        self.problem = ""  # the error that is retried now; empty: none
         self._delay_s = FIRST_RETRY_S
-        # monotonic, s: the last time; when it was said last
+        # monotonic, s: the last failure, the last warning
         self.failed_at = self._warned_at = float("-inf")
 
     def failed(self, error: BaseException) -> float:
@@ -105,12 +102,12 @@ class Transport:
     """One connection to Redis, and the patience to get it back."""
 
     def __init__(self, url: str, stopping: threading.Event, timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        """timeout_s: for a reply, beside what a read may block. What is sent again may have been
-        done: every write here is safe to repeat."""
+        """timeout_s: for a reply, in addition to the time that a read may block. A command that is sent
+        again may have been done before: every write here is safe to repeat."""
         self.client = connect(url, timeout_s)
         self._line = Line(self.client)
         self.stopping = stopping
-        # each creates a group of a stream, should Redis come back without it
+        # each creates a group of a stream, for a Redis that comes back without it
         self.groups: list[Callable[[], None]] = []
         self.backoff = Backoff()
 
@@ -119,8 +116,8 @@ class Transport:
         return self.backoff.problem
 
     def persist(self, operation: Callable[[], T]) -> T:
-        """operation(), again and again with growing pauses while Redis can't serve. Raises
-        Recoverable if told to stop meanwhile."""
+        """Call operation until Redis serves it, with growing pauses. Raises Recoverable if `stopping` is
+        set meanwhile."""
         while True:
             try:
                 result = operation()
@@ -131,8 +128,8 @@ class Transport:
             return result
 
     def wait_out(self, error: Exception) -> None:
-        """Pause after a temporary error, and mend what Redis has lost. Raises the error if it is
-        not temporary, Recoverable if told to stop."""
+        """Pause after a temporary error, and create the groups again that Redis has lost. Raises the
+        error if it is not temporary, Recoverable if `stopping` is set."""
         if not is_temporary(error):
             raise error
         if self.stopping.wait(self.backoff.failed(error)):
@@ -154,7 +151,7 @@ class Transport:
                 self._line.send(fill)
                 return self._line.receive()
             except BaseException:
-                self._line.close()  # nobody knows what is still to come on it
+                self._line.close()  # replies may still come on it
                 raise
 
         def attempt_all_or_nothing() -> list[Any]:
@@ -166,7 +163,7 @@ class Transport:
         return self.persist(attempt_all_or_nothing if atomic else attempt)
 
     def close(self) -> None:
-        """Hang up. What is used again connects again."""
+        """Close the connections. The next use connects again."""
         self._line.close()
         self.client.close()
 

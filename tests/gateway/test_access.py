@@ -166,7 +166,7 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
         site.path.write_text(good)
         site.path.chmod(0o600)
     assert (
-        "everybody on this machine may write" in site.deployment.logs()
+        "every user of this machine may write" in site.deployment.logs()
         and "key file unreadable" in site.deployment.logs()
         and key not in site.deployment.logs()
         and key not in good

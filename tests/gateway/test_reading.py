@@ -76,10 +76,12 @@ def test_garbage_among_the_events_becomes_dead_letters_and_nothing_else(gateways
         good = encode(TokenEvent(request.request_id, 2, 7, "2 "))
         backstage.client.xadd(key, {b"\xff": b"\xff"})
         backstage.client.xadd(key, {"m": b"\xc1", "r": b"\xff\xfe"})
+        backstage.client.xadd(key, {"m": encode(StepEvents(())), "e": b"junk", "p": b"1"})
+        backstage.client.xadd(key, {"m": encode(StepEvents(())), "e": good, "p": b"one"})
         backstage.client.xadd(key, {"m": encode(StepEvents((b"\x00junk", good)))})
         stream.wait("1 2 ")
         backstage.client.xadd("control", {"m": b"\xc1", b"\xff": b"\xff"})
-        wait_until(lambda: backstage.client.xlen("dead-letter") >= 3, description="three dead letters")
+        wait_until(lambda: backstage.client.xlen("dead-letter") >= 5, description="five dead letters")
         backstage.client.delete("dead-letter")
         assert gateways.get("/health", "gateway-1").json()["reader"]["problem"] is None
 

@@ -7,7 +7,7 @@ from tests.lint.pages import pages, prose_lines
 from tests.lint.problem import ROOT, Problem
 
 FOLDERS = ("services", "shared", "tests", "bench", "deploy", "docs", ".github")
-NAME = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|inc|mjs|js|acl|conf|yml|toml))`")
+NAME = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|lua|cpp|h|inc|mjs|js|acl|conf|yml|toml))`")
 FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/(?:[\w.-]+/)*)`")
 IMAGINED = {"lanes_sve.inc", "sve.cpp"}  # an instruction set that docs/understand/kernels.md makes up to show how one is added
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import grimp
 import redis
 
+from shared.wire.script import load_script
 from tests.lint.problem import ROOT, Problem, line_of
 from tests.lint.requirements import STAGES
 
@@ -46,6 +47,7 @@ COMMON = {
 CLIENTS = {"client", "home", "pipe"}
 NO_COMMANDS = {"close", "execute_command", "from_pool", "from_url", "pipeline", "reset"}
 SUBCOMMANDS = "CREATE|DELCONSUMER|CONSUMERS|GROUPS|STREAM"
+LOADED = re.compile(r'\bload_script\("(\w+)"\)')
 CALL = re.compile(rf"\bp?call\('([A-Z]+)'(?:, *'({SUBCOMMANDS})')?")
 
 
@@ -88,8 +90,9 @@ def path_of(module: str) -> Path:
 
 
 def called_in(source: str) -> Iterator[str]:
-    for command, subcommand in CALL.findall(source):
-        yield f"{command}|{subcommand}".rstrip("|").lower()
+    for script in LOADED.findall(source):
+        for command, subcommand in CALL.findall(load_script(script).text):
+            yield f"{command}|{subcommand}".rstrip("|").lower()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

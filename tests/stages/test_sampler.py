@@ -24,7 +24,7 @@ from shared.wire.logprobs import PromptLogprobs
 from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
 from shared.wire.registry import Registry
 from shared.wire.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
-from shared.wire.token_log import end_request, parse_log
+from shared.wire.token_log import end_of, end_request, parse_log
 from tests.conftest import running_redis
 from tests.faulty_redis import FaultyRedis
 from tests.stages.line_of_stages import MODEL, LocalStage, ids, replica, sampler_tokenizer
@@ -79,8 +79,8 @@ class Bench:
         return parse_log(self.client.xrange(log_key(f"r{handle}.0")))
 
     def errors(self) -> list[str]:
-        sent: list[Any] = [decode(StepEvents, values[MESSAGE]).events for _, values in self.client.xrange(events("gateway-1").key)]
-        return [event.error.message for packed in sent for each in packed if (event := decode(TokenEvent, each)).error is not None]
+        sent: Any = self.client.xrange(events("gateway-1").key)
+        return [end.error.message for _, values in sent if (end := end_of(values)) is not None and end.error is not None]
 
 
 def intro(handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = (), num_decided: int = 0) -> SequenceIntro:

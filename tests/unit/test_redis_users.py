@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from shared.model.sampling_params import SamplingParams
-from shared.wire.entries import LEAVE
+from shared.wire.entries import LEAVE_GROUP
 from shared.wire.messages import Offer, RequestError, TokenEvent, TokenizedRequest, decode
 from shared.wire.offers import STEAL, TAKE_UP, offer
 from shared.wire.streams import (
@@ -88,9 +88,9 @@ def test_tokenizers_offer_prompts_and_computes_take_them(server: "redis.Redis", 
         told = clients["compute"].xrange(offered("c").key)
         assert len(told) == 2
         entry = decode(Offer, told[0][1][MESSAGE]).entry_id
-        assert len(clients["compute"].eval(TAKE_UP, 2, stream.key, offers_key("m"), stream.group, "c", entry)) == 1
-        assert clients["compute"].eval(STEAL, 2, stream.key, offers_key("m"), stream.group, "d", 9)[1] == 1
-        clients["compute"].eval(LEAVE, 1, stream.key, stream.group, "c")
+        assert len(TAKE_UP.call(clients["compute"], [stream.key, offers_key("m")], stream.group, "c", entry)) == 1
+        assert STEAL.call(clients["compute"], [stream.key, offers_key("m")], stream.group, "d", 9)[1] == 1
+        LEAVE_GROUP.call(clients["compute"], [stream.key], stream.group, "c")
         clients["compute"].unlink(prefixes_key("c"), offered("c").key)
     finally:
         for client in clients.values():

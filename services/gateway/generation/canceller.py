@@ -1,5 +1,5 @@
-"""Cancelling, until it is written: a sequence that nobody reads must not run on because Redis was
-away for a moment."""
+"""Cancellation, repeated until Redis has it: a sequence without a reader must not run on because Redis
+was away for a moment."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,33 +10,21 @@ import redis.asyncio
 from services.requests.store.client import persist
 from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, encode
-from shared.wire.registry import BROADCAST_FUNCTION
+from shared.wire.script import load_script
 from shared.wire.streams import CONTROL, LOG_TTL_S, reader_key, tombstone_key
 from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
 
-MAX_PENDING = 10_000  # responses that wait for Redis to come back; of more, the oldest run to their ends
+MAX_PENDING = 10_000  # responses that wait for Redis to come back; beyond, the oldest run to their ends
 CHUNK = 64  # responses in a round trip
 LAST_TRY_S = 2.0
 
-# KEYS: reader key, control stream, tombstones … ARGV: generation, Control message, TTL of tombstones.
-# Only the response's present reader may cancel: whoever resumed it reads on. A tombstone stops what
-# is queued, the word on the control stream what runs.
-CANCEL = (
-    BROADCAST_FUNCTION
-    + """
-local reader, generation, message, ttl = KEYS[1], unpack(ARGV)
-if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(generation) then return 0 end
-for i = 3, #KEYS do redis.call('SET', KEYS[i], '1', 'EX', ttl) end
-broadcast(KEYS[2], message)
-return 1
-"""
-)
+CANCEL = load_script("cancel")
 
 
 class Canceller:
-    """Owns what is to be cancelled; one task writes it."""
+    """Owns the responses that are to be cancelled; one task writes the cancellations."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
@@ -45,8 +33,8 @@ class Canceller:
         self._wake = asyncio.Event()
 
     def cancel(self, response_id: str, request_ids: Sequence[str], generation: int) -> None:
-        """Have these sequences cancelled, unless another reader has taken the response over.
-        Returns at once."""
+        """Cancel these sequences soon, unless another reader has taken the response over. Returns at
+        once."""
         log.info("cancelling", response_id=response_id, num_sequences=len(request_ids))
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending))
@@ -56,7 +44,7 @@ class Canceller:
         self._wake.set()
 
     async def run(self) -> None:
-        """Write what is to be cancelled, until this task is cancelled."""
+        """Write cancellations until this task is cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -64,7 +52,7 @@ class Canceller:
                 await persist(self._write, self.backoff)
 
     async def finish(self) -> None:
-        """Try once more at the gateway's end, for a short time."""
+        """Try once more when the gateway ends, for LAST_TRY_S."""
         try:
             async with asyncio.timeout(LAST_TRY_S):
                 while self._pending:
@@ -78,7 +66,7 @@ class Canceller:
             for (response_id, generation), request_ids in written:
                 message = encode(Control("cancel", request_ids))
                 keys = (reader_key(response_id), CONTROL.key, *map(tombstone_key, request_ids))
-                pipe.eval(CANCEL, len(keys), *keys, generation, message, LOG_TTL_S)
+                CANCEL.call(pipe, keys, generation, message, LOG_TTL_S)
             await pipe.execute()
         for key, request_ids in written:
             if self._pending.get(key) == request_ids:

@@ -158,5 +158,5 @@ def read(replies: list[Any], position: int) -> LogSnapshot:
     entries, last, has_record = replies
     found = parse_log(entries, position)
     if not found and last and END in last[0][1]:
-        found = [decode_entry(last[0][1][MESSAGE])]  # its token is compared with the one that was taken
+        found = [decode_entry(last[0][0], last[0][1][MESSAGE])]  # its token is compared with the one that was taken
     return LogSnapshot(found, bool(last), bool(has_record), len(entries) == PAGE)

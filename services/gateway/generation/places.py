@@ -1,6 +1,6 @@
-"""Reading again costs, too. Each tenant has its own places for it at a gateway, so that who reads
-much waits for himself; and what he reads counts against his requests a minute, each time as a tenth
-of one."""
+"""Places for reading stored responses. Each tenant has its own at a gateway, so that a tenant that reads
+much delays no other; and each reading counts as a tenth of a request against the tenant's requests a
+minute."""
 
 import asyncio
 from collections import Counter
@@ -10,28 +10,14 @@ from contextlib import asynccontextmanager
 import redis.asyncio
 
 from services.requests.store.client import redis_errors_as_503
-from services.requests.store.tenants.limits import SCRIPT, UNLIMITED, Caller
+from services.requests.store.tenants.limits import Caller
 from shared.process.errors import Rejected
-from shared.wire.streams import quota_key, running_key
 
-AT_ONCE = 2  # readings of one tenant; each decodes a log between others' turns
+AT_ONCE = 2  # readings of one tenant; each decodes a log in turns with other work
 MAX_WAITING = 256  # of one tenant; beyond: 429
 MAX_FOLLOWERS = 512  # streams that follow logs; each holds a connection to Redis
 MAX_FOLLOWERS_OF_ONE = 128
 PRICE = 0.1  # of a reading, in requests
-
-# KEYS: quota key, running key. ARGV: requests a minute, tokens a minute, the price. Returns what
-# look_at_limits does.
-CHARGE = (
-    SCRIPT
-    + """
-local rpm, tpm = tonumber(ARGV[1]), tonumber(ARGV[2])
-local left, exceeded = look_at_limits(KEYS[1], KEYS[2], rpm, tpm, -1, tonumber(ARGV[3]), 0, 0)
-if exceeded then return {left, exceeded} end
-charge(KEYS[1], rpm, tpm, left)
-return {left}
-"""
-)
 
 
 class Reading:
@@ -45,15 +31,23 @@ class Reading:
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator[None]:
-        """While the caller reads something that is stored. Raises Rejected (429) beyond his limits,
-        Recoverable if Redis can't serve."""
+        """Hold a place while the caller reads something that is stored. Raises Rejected (429) beyond his
+        limits, Recoverable if Redis can't serve."""
         tenant_id = caller.tenant.tenant_id
         if self._num_reading[tenant_id] >= AT_ONCE + MAX_WAITING:
-            raise Rejected(f"{MAX_WAITING} readings of this key wait already", status=429, retry_after_s=1, code="rate_limit_exceeded")
+            raise Rejected(
+                f"{MAX_WAITING} reads of stored responses wait already for this API key: try again later",
+                status=429,
+                retry_after_s=1,
+                code="rate_limit_exceeded",
+            )
         self._num_reading[tenant_id] += 1
         try:
             if caller.tenant.requests_per_minute is not None:
-                await self._charge(caller)
+                with redis_errors_as_503():
+                    refusal = await caller.charge_work(self.client, PRICE)
+                if refusal is not None:
+                    raise refusal
             async with self._places.setdefault(tenant_id, asyncio.Semaphore(AT_ONCE)):
                 yield
         finally:
@@ -62,18 +56,9 @@ class Reading:
                 del self._num_reading[tenant_id]
                 self._places.pop(tenant_id, None)
 
-    async def _charge(self, caller: Caller) -> None:
-        tenant = caller.tenant
-        limits = [UNLIMITED if each is None else each for each in (tenant.requests_per_minute, tenant.tokens_per_minute)]
-        with redis_errors_as_503():
-            left, *exceeded = await self.client.eval(CHARGE, 2, quota_key(tenant.tenant_id), running_key(tenant.tenant_id), *limits, PRICE)
-        if exceeded:
-            raise caller.refused("requests", exceeded[0][1], left)
-        caller.tell(left)
-
     def follow(self, tenant_id: str) -> Callable[[], None]:
-        """Take a follower's place; call what is returned to give it back. Raises Rejected (429,
-        503) where there is none."""
+        """Take a follower's place; call the returned function to give it back. Raises Rejected (429, 503)
+        if there is none."""
         if self._num_followers[tenant_id] >= MAX_FOLLOWERS_OF_ONE:
             message = f"{MAX_FOLLOWERS_OF_ONE} streams of this key's background responses are open at this gateway"
             raise Rejected(message, status=429, retry_after_s=1, code="too_many_streams")

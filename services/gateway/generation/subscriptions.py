@@ -1,7 +1,7 @@
-"""This replica's events stream and the control stream, read by one task, and each event handed to
-its response.
+"""One task reads this gateway's events stream and the control stream, and hands each event to its
+response.
 
-Events are the fast path, and nothing relies on them: what stays silent is looked up in its log
+Events are the fast path, and nothing relies on them: a sequence without events is looked up in its log
 (log_reader.py).
 """
 
@@ -23,34 +23,35 @@ from shared.process.telemetry import get_logger
 from shared.wire.entries import TRIM_EVERY_S, entries_of, next_id, write_dead_letter
 from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.messages import Control, RequestError, StepEvents, TokenEvent, decode
-from shared.wire.redis_clock import NEWEST, has_begun_anew
+from shared.wire.redis_clock import NEWEST_IDS, has_begun_again
 from shared.wire.stage import Stage
-from shared.wire.streams import CONTROL, MESSAGE, events
+from shared.wire.streams import CONTROL, END_EVENT, MESSAGE, events
+from shared.wire.token_log import end_of
 from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
 
 BLOCK_MS = 1000
 MAX_RECENT = 16
-STALE_S = 5.0  # a reader that has not read for this long does not work, whatever it waits for
+STALE_S = 5.0  # a reader that has not read for this long does not work
 
 RESUMED_ELSEWHERE = RequestError("the response was resumed elsewhere", 409, code="resumed_elsewhere")
 
 
 class Subscriptions:
-    """The responses that are read here, and the task that reads for them."""
+    """The responses that clients read at this gateway, and the task that reads events for them."""
 
     def __init__(self, stage: Stage, client: "redis.asyncio.Redis") -> None:
         self.stage = stage
         self.client = client
         self.stream = events(stage.replica_id)
         self.backoff = Backoff()
-        self.behind: set[Subscription] = set()  # those whose logs are to be read, for something is missing
+        self.behind: set[Subscription] = set()  # their logs are to be read, because events are missing
         self.read_logs = asyncio.Event()  # set: read them now
-        self.recent: deque[Subscription] = deque(maxlen=MAX_RECENT)  # that are not read any more, for the live view
+        self.recent: deque[Subscription] = deque(maxlen=MAX_RECENT)  # closed ones, for the live view
         self._by_request: dict[str, Subscription] = {}
         self._last_id = "0-0"
-        self._control_id = ""  # where the control stream ended when this replica began; empty: not known yet
+        self._control_id = ""  # of the last control message that was read; empty: not known yet
         self._connection = OwnConnection(client)  # for the reads
         self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)  # on its way to the dead letters
         self._read_at = time.monotonic()
@@ -58,18 +59,18 @@ class Subscriptions:
 
     @property
     def silent_s(self) -> float:
-        """Since the reader last had an answer from Redis."""
+        """Seconds since the reader last had a reply from Redis."""
         return time.monotonic() - self._read_at
 
     @property
     def problems(self) -> list[str]:
-        """Why events do not come, in words; empty: they do."""
+        """Why events do not come, in words; empty if they do."""
         found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
         return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
 
     @property
     def num_sequences(self) -> int:
-        """That are read here. From any thread."""
+        """The number of sequences that this gateway streams. Thread-safe."""
         return len(self._by_request)
 
     def all(self) -> set[Subscription]:
@@ -98,15 +99,14 @@ class Subscriptions:
         subscription.fail(RESUMED_ELSEWHERE)
 
     def drain(self) -> None:
-        """End every response that is still open: its sequences go on, and another gateway can take
-        it over."""
+        """End every open response: its sequences go on, and another gateway can take it over."""
         if subscriptions := self.all():
             log.info("handing over what has not ended", num_responses=len(subscriptions))
         for subscription in subscriptions:
             subscription.fail(draining(subscription.response_id))
 
     def catch_up(self, subscription: Subscription) -> None:
-        """Have its logs read at once."""
+        """Read the subscription's logs as soon as possible."""
         self.behind.add(subscription)
         self.read_logs.set()
 
@@ -131,7 +131,8 @@ class Subscriptions:
             self._handle_control(values)
 
     async def _read(self) -> Any:
-        """Wait for more; now and then, trim what was dispatched and bury what nobody could read."""
+        """Wait for more. Every TRIM_EVERY_S, trim the dispatched entries, and move unreadable ones to the
+        dead letters."""
         if not self._control_id:
             latest: Any = await self.client.xrevrange(CONTROL.key, count=1)
             self._control_id = latest[0][0].decode() if latest else "0-0"
@@ -146,12 +147,12 @@ class Subscriptions:
             pipe.xtrim(self.stream.key, minid=next_id(self._last_id), approximate=False)
             for key, values, error in letters:
                 write_dead_letter(key, values, error, 1, pipe)
-            pipe.eval(NEWEST, 2, self.stream.key, CONTROL.key)
+            NEWEST_IDS.call(pipe, [self.stream.key, CONTROL.key])
             *_, [newest_event, newest_control] = await pipe.execute()
-        if has_begun_anew(self._last_id, newest_event) or has_begun_anew(self._control_id, newest_control):
+        if has_begun_again(self._last_id, newest_event) or has_begun_again(self._control_id, newest_control):
             log.warning("a stream has begun again: Redis' clock went back", events=self._last_id, control=self._control_id)
-            self._last_id = "0-0" if has_begun_anew(self._last_id, newest_event) else self._last_id
-            self._control_id = "0-0" if has_begun_anew(self._control_id, newest_control) else self._control_id
+            self._last_id = "0-0" if has_begun_again(self._last_id, newest_event) else self._last_id
+            self._control_id = "0-0" if has_begun_again(self._control_id, newest_control) else self._control_id
         self._trimmed_at = time.monotonic()
         for _ in letters:
             self._garbage.popleft()
@@ -167,17 +168,23 @@ class Subscriptions:
                 subscription.timelines[moments.request_id].note(moments)
         for payload in step.events:
             try:
-                event = decode(TokenEvent, payload)
-            except Invalid as error:  # the others of the step are none the worse for it
+                self._offer(decode(TokenEvent, payload))
+            except Invalid as error:  # the step's other events are good
                 self._garbage.append((self.stream.key, {MESSAGE: payload}, error))
-                continue
-            subscription = self._by_request.get(event.request_id)
-            if subscription is not None and not subscription.offer(event):
-                self.catch_up(subscription)
+        try:
+            if (end := end_of(values)) is not None:
+                self._offer(end)
+        except Invalid as error:
+            self._garbage.append((self.stream.key, {MESSAGE: values[END_EVENT]}, error))
+
+    def _offer(self, event: TokenEvent) -> None:
+        subscription = self._by_request.get(event.request_id)
+        if subscription is not None and not subscription.offer(event):
+            self.catch_up(subscription)
 
     def _handle_control(self, values: dict[bytes, bytes]) -> None:
-        """Attach: another generation of readers. (Garbage there is every replica's to see; the
-        stages report it.)"""
+        """Obey a message to all replicas: `attach` names a newer generation of readers. (Other stages
+        report unreadable messages.)"""
         try:
             message = decode(Control, values[MESSAGE])
         except (Invalid, KeyError):
@@ -192,8 +199,8 @@ class Subscriptions:
 
 
 async def exit_on_failure(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """A task without which the gateway is deaf: should it fail, the process goes with it, and
-    whoever watches it starts another."""
+    """Run a task without which the gateway gets no events. If it fails, the process ends, and its
+    supervisor starts another."""
     try:
         await work
     except asyncio.CancelledError:

@@ -1,5 +1,5 @@
-"""Taking a response over from another reader: look first, then become its next reader in one step.
-Whoever asks for nonsense disturbs nobody."""
+"""Taking a response over from another reader: validate first, then become its next reader in one step.
+An invalid request disturbs no reader."""
 
 from typing import Any
 
@@ -8,26 +8,13 @@ import redis.asyncio
 from services.requests.text.answers.sse import parse_id
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.wire.messages import Control, encode
-from shared.wire.registry import BROADCAST_FUNCTION
+from shared.wire.script import load_script
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, inflight_key, log_key, reader_key, response_key
 
 ATTEMPTS = 20  # readers that take the same response over at the same moment
 
-# KEYS: reader key, response key (the reader's lives as long), the control stream. ARGV: the
-# generation that was found, gateway, Control message of the next generation.
-TAKE = (
-    BROADCAST_FUNCTION
-    + """
-local reader, response, control = unpack(KEYS)
-local found, gateway, message = unpack(ARGV)
-if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(found) then return 0 end
-redis.call('HSET', reader, 'generation', found + 1, 'gateway', gateway)
-redis.call('PEXPIRE', reader, math.max(redis.call('PTTL', response), 1000))
-broadcast(control, message)
-return 1
-"""
-)
+TAKE_OVER = load_script("take_over")
 
 
 class Takeover:
@@ -38,21 +25,21 @@ class Takeover:
     async def take(self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None) -> tuple[list[int], int]:
         """The positions to go on from, and this reader's generation.
 
-        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs that
-        have expired; Rejected while a log may come as far again.
+        Raises Invalid: 400 for a Last-Event-ID that is malformed or beyond the logs, 404 for logs that
+        have expired; Rejected while a log may still reach the position again.
         """
         positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
         for _ in range(ATTEMPTS):
             found = await self._generation_of_reader(response_id, model, request_ids, positions)
             message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
             keys = (reader_key(response_id), response_key(response_id), CONTROL.key)
-            if await self.client.eval(TAKE, len(keys), *keys, found, self.stage.replica_id, message):
+            if await TAKE_OVER.run(self.client, keys, found, self.stage.replica_id, message):
                 return positions, found + 1
-        raise Recoverable("others take the response over all the time")
+        raise Recoverable("other readers take the response over again and again: try again later")
 
     async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
-        """The generation of the present reader, if the logs hold what is asked for."""
-        async with self.client.pipeline(transaction=True) as pipe:  # at one moment: one that ends is in flight no more
+        """The generation of the present reader. Raises as `take` if the logs do not reach the positions."""
+        async with self.client.pipeline(transaction=True) as pipe:  # at one moment: a request that ends leaves inflight
             pipe.hget(reader_key(response_id), "generation")
             for request_id in request_ids:
                 pipe.xrevrange(log_key(request_id), count=1)

@@ -310,7 +310,7 @@ class Store:
         (request_id,) = record.request_ids
         last: Any = await self.client.xrevrange(log_key(request_id), count=1)
         if last and END in last[0][1] and place(last[0][0]) <= place(last_id):
-            return end_alone(decode_entry(last[0][1][MESSAGE])), True
+            return end_alone(decode_entry(last[0][0], last[0][1][MESSAGE])), True
         return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:

@@ -1,1 +1,1 @@
-"""Admission: who may enter the pipeline, within which bounds."""
+"""Admission: which requests may enter the pipeline, within which bounds."""

@@ -1,30 +1,30 @@
 """Admission: the names that are served, and bounds on what is in the pipeline of a model, in
 requests and in tokens, over all gateways.
 
-What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id,
-and their sum under "". The script here checks it, adds to it and hands the requests over, all or
-nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is
-held by a sequence, not by a connection: it outlives its gateway, and comes back when the sequence
-ends, whoever still reads. What has been admitted is never refused later.
+The admitted requests that have not ended are a hash in Redis, `inflight:<model>`: tokens by request
+id, and their sum under "". submit.lua checks it, adds to it and hands the requests over, all or none;
+the scripts that write a request's end take it out (give_back.lua). So a place is held by a sequence,
+not by a connection: it outlives its gateway, and is free when the sequence ends, whether a client
+reads or not. An admitted request is never refused later.
 
-A full pipeline is full for those who fill it. A tenant who has less than an even share of it is
+A full pipeline is full for the tenants that fill it. A tenant with less than an even share of it is
 admitted all the same, so there are never more than twice as many requests as the bound says.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import redis
 import redis.asyncio
 
-from services.requests.store.admission.held import HELD, check_size, too_much_held
+from services.requests.store.admission.held import check_size, too_much_held
 from services.requests.store.admission.known import KnownReplicas
 from services.requests.store.admission.redis_memory import RedisMemory
 from services.requests.store.client import redis_errors_as_503
 from services.requests.store.record import ResponseRecord
-from services.requests.store.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, UNLIMITED, Caller
+from services.requests.store.tenants.limits import Caller, Charge
 from services.requests.store.tenants.shared_limits import SharedLimits
 from services.requests.store.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
@@ -33,12 +33,9 @@ from shared.process.stages import PIPELINE
 from shared.wire.messages import GenerateRequest, SchedulingParams, encode
 from shared.wire.registry import Registry
 from shared.wire.replica import Replica
+from shared.wire.script import load_script, table
 from shared.wire.stage import Stage
 from shared.wire.streams import (
-    GATEWAY_ID,
-    MESSAGE,
-    PREFIX,
-    REQUEST_ID,
     RUNNING_LOG_TTL_S,
     held_key,
     images_key,
@@ -50,9 +47,10 @@ from shared.wire.streams import (
     shares_key,
     stored_key,
 )
-from shared.wire.token_log import TOKENS
 
-KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
+# Kept of a background response that is refused, because its client hears of it by asking; other clients
+# have their answer.
+KEPT_BYTES = 1 << 20
 
 BYTES_PER_TOKEN = 4  # of English text, roughly
 IMAGE_TOKENS = 1024  # of an image: models make 64 to some thousands of one
@@ -61,76 +59,7 @@ RETRY_AFTER_S = 2
 FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
 UNSUBMITTED_TTL_S = 600  # of images whose gateway dies before it has submitted their requests
-# A response that is submitted a second time has given its images their time already.
-KEEP = """
-for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-if redis.call('TTL', KEYS[1]) < 0 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
-"""
-
-# KEYS: inflight key, response key, stored key, open key, shares key, images key, the tenant's quota,
-# running and account, the first request's log. ARGV: requests stream (a gateway may only write it,
-# and must be allowed to read a script's keys), response record, what is stored ('': nothing), their
-# TTL in seconds, most requests, most tokens, tokens in all, gateway id, most bytes that stay stored
-# if it is refused; what limits.py says of the tenant; most bytes in the account, bytes in all; then
-# for each request its id, its tokens and its message.
-# Returns what is left to the tenant (nothing, if it has no limits), and, if they do not fit, why:
-# {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' |
-# 'tokens' | 'concurrency', ms to wait}. A response that was submitted before is not again: a batch
-# that goes on after a death does not know how far it had come.
-LIMITS = 10
-ACCOUNT = LIMITS + NUM_ARGUMENTS
-FIRST = ACCOUNT + 2
-SUBMIT = (
-    PREFIX
-    + SCRIPT
-    + HELD
-    + f"""
-local inflight, response, stored, open, shares, images, quota, running, account, log = unpack(KEYS)
-local stream, record, content, ttl, max_requests, max_tokens, tokens, gateway, keeps = unpack(ARGV, 1, {LIMITS - 1})
-if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', log) == 1 then return {{{{}}}} end
-local rpm, tpm, concurrency, charged_requests, charged_tokens = unpack(ARGV, {LIMITS}, {ACCOUNT - 1})
-rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
-local is_limited = rpm ~= {UNLIMITED} or tpm ~= {UNLIMITED} or concurrency ~= {UNLIMITED}
-local max_size, size = tonumber(ARGV[{ACCOUNT}]), tonumber(ARGV[{ACCOUNT + 1}])
-local num_sequences = (#ARGV - {FIRST - 1}) / 3
-local left, exceeded = {{}}, nil
-if is_limited then
-  left, exceeded = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
-  if exceeded then return {{left, exceeded}} end
-end
-local held = held_by(account, max_size - size)
-if held + size > max_size then return {{left, {{'held', held, wait_for_room(account)}}}} end
-local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
-local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
-local own_requests, own_tokens = unpack(redis.call('HMGET', shares, account, account .. '{TOKENS}'))
-local num_tenants = redis.call('HLEN', shares) / 2 + (own_requests and 0 or 1)
-local function fits(held, own, more, most) return held + more <= most or (tonumber(own) or 0) + more <= most / num_tenants end
-if not (fits(held_requests, own_requests, num_sequences, tonumber(max_requests)) and fits(held_tokens, own_tokens, tokens, tonumber(max_tokens))) then
-  return {{left, {{'full', held_requests, held_tokens}}}}
-end
-if is_limited then charge(quota, rpm, tpm, left) end
-redis.call('SET', response, record, 'EX', ttl)
-if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
-redis.call('EXPIRE', images, ttl)
-redis.call('HSET', open, 'left', num_sequences, 'account', account, 'size', size, 'keeps', keeps)
-redis.call('EXPIRE', open, ttl)
-hold(account, size .. '/' .. string.match(ARGV[{FIRST}], '^(.*)%.'), size, ttl)
-for i = {FIRST}, #ARGV, 3 do
-  redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
-  redis.call('XADD', prefix .. stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
-end
-redis.call('HINCRBY', inflight, '', tokens)
-redis.call('EXPIRE', inflight, ttl)
-redis.call('HINCRBY', shares, account, num_sequences)
-redis.call('HINCRBY', shares, account .. '{TOKENS}', tokens)
-redis.call('EXPIRE', shares, ttl)
-if concurrency > 0 then
-  for i = {FIRST}, #ARGV, 3 do redis.call('HSET', running, ARGV[i], inflight) end
-  redis.call('EXPIRE', running, ttl)
-end
-return {{left}}
-"""
-)
+SUBMIT, KEEP_IMAGES = load_script("submit"), load_script("keep_images")
 
 
 class Admission:
@@ -138,10 +67,10 @@ class Admission:
         self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
         on_refused: Callable[[str, str], None] | None = None, known: KnownReplicas | None = None, shared: SharedLimits | None = None, mark: str = "",
     ) -> None:  # fmt: skip
-        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way.
-        on_refused: is told the model and the reason. known: of who takes requests for models without
-        replicas, None: nobody does. shared: the limits of all cells, if there are several; mark: of
-        this one, unless it is home."""
+        """memory: Redis' memory, if the process watches it (workers of batches stop earlier, in another
+        way). on_refused: called with the model and the reason. known: also models without replicas,
+        if requests may wait for one. shared: the limits of all cells, if there are several; mark:
+        this cell's, unless it is home."""
         self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
@@ -161,10 +90,10 @@ class Admission:
         return self.known is not None and bool(self.known.missing(model))
 
     def resolve(self, name: str, tenant: Tenant) -> str:
-        """The model that the tenant calls so.
+        """The model that the tenant calls by this name.
 
         Raises Rejected (503) while one of its stages is missing and can't be waited for, Invalid
-        (404) if nobody serves it, or not to him.
+        (404) if no replica serves it, or the tenant may not use it.
         """
         registry = self.registry
         for replica in sorted(registry.replicas, key=lambda each: each.started_at):
@@ -189,18 +118,19 @@ class Admission:
         self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0,
         images: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
-        """Hand the requests of a response over, with its record and what is to be stored of it, all
-        or none, and charge the caller for them.
+        """Hand the requests of a response over, with its record and the data to be stored, all or
+        none, and charge the caller for them.
 
-        images: files by digest, kept until the response ends; keeps: most bytes that stay stored for a while should the response be refused. Raises
-        Rejected (429; 503 while Redis is nearly full) if they do not fit, Invalid if they never
-        will, and what the client raises.
+        images: files by digest, kept until the response ends. keeps: most bytes that stay stored if
+        the response is refused. Raises Rejected (429; 503 while Redis is nearly full) if they do not
+        fit, Invalid if they never will, and what the client raises.
         """
         self.check_memory(model)
         outputs = [estimate_output(request, self.registry) for request in submitted]
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
-        if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
+        # before anything is encoded: n may be many times a long prompt
+        if len(submitted) > limits[0] or sum(tokens) > limits[1]:
             raise self._full(model, 0, 0, len(submitted), sum(tokens))
         messages, size, most = list[bytes](), len(stored) + sum(map(len, (images or {}).values())), self.settings.max_held_size
         for request in submitted:
@@ -208,17 +138,40 @@ class Admission:
             size += len(message)
             check_size(size, most)
             if len(message) > LONG_BYTES:
-                await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
-        keys = [inflight_key(model), response_key(response_id), stored_key(response_id), open_key(response_id), shares_key(model)]
-        keys += [images_key(response_id), *caller.keys, held_key(caller.tenant.tenant_id), log_key(submitted[0].request_id)]
-        arguments: list[str | bytes | int] = [requests(model).key, record, stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id, keeps]
-        charged, request_ids = caller.arguments(sum(tokens), sum(outputs), len(submitted)), [request.request_id for request in submitted]
-        arguments += [*([UNLIMITED, UNLIMITED, UNLIMITED, 0, 0] if self._is_charged_ahead(caller) else charged), most, size]
-        for request, count, message in zip(submitted, tokens, messages, strict=True):
-            arguments += [request.request_id, count, message]
+                await asyncio.sleep(0)  # n choices of a long prompt: other requests have their turn in between
+        charge = caller.charge(sum(tokens), sum(outputs), len(submitted))
+        request_ids = [request.request_id for request in submitted]
+        asked = table(
+            stream=requests(model).key,
+            gateway=self.stage.replica_id,
+            ttl=RUNNING_LOG_TTL_S,
+            max_requests=limits[0],
+            max_tokens=limits[1],
+            tokens=sum(tokens),
+            charge=asdict(charge) if charge is not None and not self._is_charged_ahead(caller) else None,
+            max_size=most,
+            size=size,
+            keeps=keeps,
+            requests=list(zip(request_ids, tokens, strict=True)),
+        )
+        keys = [
+            inflight_key(model),
+            response_key(response_id),
+            stored_key(response_id),
+            open_key(response_id),
+            shares_key(model),
+            images_key(response_id),
+            *caller.keys,
+            held_key(caller.tenant.tenant_id),
+            log_key(request_ids[0]),
+        ]
         if images:
             await self._keep(images_key(response_id), images)
-        left, *exceeded = await self._hand_over(caller, model, charged, request_ids, (keys, arguments))
+
+        def submit() -> Awaitable[Any]:
+            return SUBMIT.run(self.client, keys, asked, record, stored, *messages)
+
+        left, *exceeded = await self._hand_over(caller, model, charge, request_ids, submit)
         if not exceeded:
             return caller.admitted(left)
         if images:
@@ -231,29 +184,33 @@ class Admission:
         raise refusal
 
     async def _hand_over(
-        self, caller: Caller, model: str, charged: list[str | int], request_ids: list[str], script: tuple[list[str], list[str | bytes | int]]
+        self,
+        caller: Caller,
+        model: str,
+        charge: Charge | None,
+        request_ids: list[str],
+        submit: Callable[[], Awaitable[Any]],
     ) -> Any:
-        """Return what SUBMIT does with these keys and arguments. Limits that are kept in another cell
-        are charged before. Raises Rejected (429) for these."""
-        keys, arguments = script
-        if self.shared is None or not self._is_charged_ahead(caller):
-            found: Any = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-            is_crowded = len(found) > 1 and found[1][0] == b"concurrency"
+        """Return what `submit`, the script, returns. Limits that are kept in another cell are charged
+        before. Raises Rejected (429) for these."""
+        if self.shared is None or charge is None or not self._is_charged_ahead(caller):
+            reply = await submit()
+            is_crowded = len(reply) > 1 and reply[1][0] == b"concurrency"
             if is_crowded and self.shared is not None and await self.shared.drop_ended(caller):
-                found = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-            return found
+                reply = await submit()
+            return reply
         try:
-            left = await self.shared.charge(caller, self.mark, model, charged, request_ids)
+            left = await self.shared.charge(caller, self.mark, model, charge, request_ids)
         except Rejected as error:
             self._count_refused(model, error.code)
             raise
         try:
-            _, *exceeded = await self.client.eval(SUBMIT, len(keys), *keys, *arguments)
-        except BaseException:  # whoever submits it has it cancelled then
-            await self.shared.give_back(caller, charged, request_ids)
+            _, *exceeded = await submit()
+        except BaseException:  # the caller has it cancelled then
+            await self.shared.give_back(caller, charge, request_ids)
             raise
         if exceeded:
-            await self.shared.give_back(caller, charged, request_ids)
+            await self.shared.give_back(caller, charge, request_ids)
         else:
             await self.shared.confirm(caller, self.mark, model, request_ids)
         return [left, *exceeded]
@@ -263,11 +220,12 @@ class Admission:
         return bool(self.mark) and caller.tenant.has_limits
 
     async def _keep(self, key: str, images: Mapping[str, bytes]) -> None:
-        """Put the files where compute finds them. If nothing is submitted then, they expire."""
-        await self.client.eval(KEEP, 1, key, UNSUBMITTED_TTL_S, *(part for item in images.items() for part in item))
+        """Put the files where compute finds them. If their response is not submitted, they expire."""
+        digests_and_files = [part for item in images.items() for part in item]
+        await KEEP_IMAGES.run(self.client, [key], UNSUBMITTED_TTL_S, *digests_and_files)
 
     def check_memory(self, model: str) -> None:
-        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
+        """Raises Rejected (503) while Redis is nearly full: the requests that run need the room that is
         left."""
         if self.memory.is_nearly_full:
             self._count_refused(model, "redis_nearly_full")
@@ -279,13 +237,11 @@ class Admission:
         if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
             return
         home = self.shared.home if self.shared is not None else self.client
-        left, *exceeded = await home.eval(CHARGE_REQUEST, 1, caller.keys[0], *caller.request_arguments())
-        if not exceeded:
-            return caller.counted(left)
-        kind, wait_ms = exceeded[0]
-        refusal = caller.refused(kind.decode(), wait_ms, left)
-        self._count_refused("", refusal.code)
-        raise refusal
+        refusal = await caller.charge_work(home, 1)
+        if refusal is not None:
+            self._count_refused("", refusal.code)
+            raise refusal
+        caller.is_counted = True
 
     def _count_refused(self, model: str, reason: str) -> None:
         if self.on_refused is not None:
@@ -311,8 +267,7 @@ def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
     """Every name of every model that the tenant may use and any stage is there for, with a compute
     replica of it if one is alive.
 
-    A model whose compute is away for a moment has not vanished: as of any request for it, others
-    say that it is not ready.
+    A model whose compute is away for a moment is listed: a request for it is told that it is not ready.
     """
     replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))  # the last one stays: compute, the oldest
     return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
@@ -352,14 +307,14 @@ def texts_of(request: GenerateRequest) -> list[str]:
 
 
 def num_bytes(text: str) -> int:
-    """Roughly the length in UTF-8: exact for ASCII, else estimated without encoding, which n
-    choices would do n times."""
+    """About the length in UTF-8: exact for ASCII, else estimated. Encoding would be repeated for each of
+    n choices."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
 async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's,
-    and has his priority.
+    """Submit requests as their tenant's: they share cached prefixes with no other tenant's, and have his
+    priority. There is no other way in.
 
     Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
     serve.

@@ -1,10 +1,10 @@
 """Redis' append-only file, written again from memory after Redis could not write it.
 
 Redis 7 and Valkey open the file that follows a rewrite without O_APPEND (src/aof.c,
-openNewIncrAofForAppend). When a disk is full, they cut off again what they had written in part, but
-the next write begins where that part had ended. The file then has a hole of zeros, and a server that
-starts later refuses it: all that follows the hole would be lost, whatever had been acknowledged.
-Memory has everything. So once Redis can write again, a gateway has it rewrite the file.
+openNewIncrAofForAppend). When a disk is full, they cut off a partial write, but the next write begins
+where that part had ended. The file then has a hole of zeros, and a server that starts later refuses
+it: everything after the hole would be lost, even if it was acknowledged. Memory has everything. So
+once Redis can write again, a gateway has it rewrite the file.
 """
 
 import asyncio

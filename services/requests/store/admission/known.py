@@ -1,9 +1,9 @@
 """KnownReplicas: the live replicas, and the last one of each model and stage that has none now.
 
-A model whose replicas were all ended for lack of work is still known by what they said of
-themselves: its names, its limits, how it writes calls. So a request for it can be made and wait
-until a replica is started. Gateways and workers of batches write that down in Redis while they see
-the replicas.
+If all replicas of a model were ended for lack of work, their last announcements are still known: the
+model's names, its limits, how it writes calls. So a request for it can be made and wait until a
+replica is started. Gateways and workers of batches write the announcements down in Redis while they
+see the replicas.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from shared.wire.streams import SERVED, SERVED_TTL_S, served_key
 from shared.wire.transport import Backoff
 
 LOOK_EVERY_S = 1.0
-REWRITE_EVERY_S = 60.0  # also what another wrote, or an operator deleted, is seen after this
+REWRITE_EVERY_S = 60.0  # also how late it sees what another process wrote or an operator deleted
 
 
 class KnownReplicas:
-    """The replicas of a process that makes requests, as far as it knows of them."""
+    """The replicas that a process which makes requests knows of."""
 
     def __init__(self, stage: Stage, client: "redis.asyncio.Redis") -> None:
         self.stage = stage
@@ -42,7 +42,7 @@ class KnownReplicas:
 
     @property
     def registry(self) -> Registry:
-        """The live replicas, and what is remembered of those that have no like among them."""
+        """The live replicas, and the last of each stage and model that has none."""
         live = self.stage.registry
         if self._joined[0] is not live:
             self._joined = (live, replace(live, replicas=live.replicas + tuple(gone(live, self._last))))
@@ -59,8 +59,8 @@ class KnownReplicas:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
-        """Write down who is there, if it is news or a minute old, and read what is known. Raises
-        RedisError, OSError."""
+        """Write down the live replicas, if they changed or a minute has passed, and read the known ones.
+        Raises RedisError, OSError."""
         seen = described(self.stage.registry)
         is_due = time.monotonic() - self._looked_at >= REWRITE_EVERY_S
         if not is_due and all(self._last.get(name) == each for name, each in seen.items()):
@@ -83,8 +83,8 @@ class KnownReplicas:
 
 
 def gone(live: Registry, last: Mapping[tuple[str, str], Replica]) -> Iterator[Replica]:
-    """The last replicas that have no like among the live ones. A name that a live model has
-    now is that one's."""
+    """The last replicas of stages and models that have no live one. A name that a live model has now is
+    that model's."""
     models = {name: each.model for each in live.replicas if each.model is not None for name in (each.model, *each.aliases)}
     for (stage, model), each in last.items():
         if not live.of(stage, model) and models.get(model, model) == model:
@@ -92,7 +92,7 @@ def gone(live: Registry, last: Mapping[tuple[str, str], Replica]) -> Iterator[Re
 
 
 def described(registry: Registry) -> dict[tuple[str, str], Replica]:
-    """The newest replica of each stage and model, without what is true of the moment only."""
+    """The newest replica of each stage and model, without its momentary load and problem."""
     newest: dict[tuple[str, str], Replica] = {}
     for each in sorted(registry.replicas, key=lambda replica: (replica.started_at, replica.replica_id)):
         if each.model is not None and each.stage in PIPELINE:

@@ -1,9 +1,8 @@
 """Figures of batches, over all workers: a hash in Redis, because workers die and batches do not.
 
-A line is counted by the script that notes it in its batch, an end by the one that makes it: once,
-whoever does either a second time. What waits, and since when, is as of the workers' last sweep
-(services/jobs/upkeep.py); a batch that nobody has swept yet says so itself. Every gateway tells the
-same.
+A line is counted by the script that notes it in its batch, an end by the script that makes it: once,
+even if a worker repeats either. How much waits, and since when, was counted at the workers' last sweep
+(services/jobs/upkeep.py); a new batch enters itself until then. Every gateway shows the same.
 """
 
 import time
@@ -14,36 +13,24 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from shared.wire.line import Pipeline
+from shared.wire.script import load_script
 from shared.wire.streams import BATCH_FIGURES, FILE_TTL_S, batch_key
 
 OUTCOMES = ("completed", "failed", "not_executed")  # of lines; the last: their batch was cancelled or has expired
 ENDS = ("completed", "failed", "expired", "cancelled")  # of batches
-ENDED = "ended:"  # what the count of such an end begins with
+ENDED = "ended:"  # before the status in a count of ends (move_batch.lua)
 
-# KEYS: batch key, figures key. ARGV: their life in seconds, the time, then counts of the batch and their
-# values. Counts only grow: who begins a batch again knows less of it at first. One that is gone
-# stays so.
-NOTE = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return end
-for at = 3, #ARGV, 2 do
-  local more = tonumber(ARGV[at + 1]) - tonumber(redis.call('HGET', KEYS[1], ARGV[at]) or 0)
-  if more > 0 then
-    redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1], 'progressed_at', ARGV[2])
-    redis.call('HINCRBY', KEYS[2], ARGV[at], more)
-    redis.call('EXPIRE', KEYS[2], ARGV[1])
-  end
-end
-"""
+NOTE_BATCH = load_script("note_batch")
 
 
 def queue_note(pipe: Pipeline, batch_id: str, counts: dict[str, int]) -> None:
     """Note how far a batch is."""
     pairs = [each for pair in counts.items() for each in pair]
-    pipe.eval(NOTE, 2, batch_key(batch_id), BATCH_FIGURES, FILE_TTL_S, int(time.time()), *pairs)
+    NOTE_BATCH.call(pipe, [batch_key(batch_id), BATCH_FIGURES], FILE_TTL_S, int(time.time()), *pairs)
 
 
 def queue_created(pipe: Pipeline, created_at: int) -> None:
-    """A batch was made: should none be waiting, it is the oldest."""
+    """Note that a batch was made: if no other waits, it is the oldest."""
     pipe.hsetnx(BATCH_FIGURES, "oldest_at", created_at)
     pipe.hsetnx(BATCH_FIGURES, "progressed_at", created_at)
     pipe.expire(BATCH_FIGURES, FILE_TTL_S)

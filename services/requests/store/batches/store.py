@@ -1,8 +1,8 @@
-"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and
-cancels it, the workers of services/jobs do the rest.
+"""Batches: each is a hash in Redis with its request and its progress. Gateways make and cancel it, the
+workers of services/jobs do the rest.
 
-The status changes by one script that knows where it may go from: a batch that has ended stays as it
-is, whoever comes late.
+One script changes the status, from those that the caller allows: a batch that has ended stays as it
+is, whatever a late worker wants.
 """
 
 import time
@@ -14,14 +14,15 @@ import orjson
 import redis.asyncio
 
 from services.requests.bodies.fields import shortened
-from services.requests.store.batches.figures import ENDED, queue_created
+from services.requests.store.batches.figures import queue_created
 from services.requests.store.client import redis_errors_as_503
 from services.requests.store.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.ids import is_batch_id, is_file_id
 from shared.wire.messages import decode_record
-from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, PREFIX, batch_key, batches_key
+from shared.wire.script import load_script, table
+from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
 
 LONGEST_WINDOW_S = 24 * 3600
 
@@ -32,56 +33,8 @@ MAX_RUNNING = 100  # of one owner
 MAX_KEPT = 10_000  # of one owner: of more, those that ended first are forgotten
 TTL_S = FILE_TTL_S + LONGEST_WINDOW_S  # as long as what it writes
 
-# KEYS: batch key, owner's batches, set of running batches. ARGV: batch id, the time, TTL in seconds,
-# most that may run, most that are kept, then fields and values. Returns whether it was made: not if
-# too many of the owner's are running.
-CREATE = f"""
-{PREFIX}
-local key, owned, running = unpack(KEYS)
-local id, now, ttl, max_running, max_kept = unpack(ARGV, 1, 5)
-if #redis.call('ZINTER', 2, owned, running) >= tonumber(max_running) then return 0 end
-redis.call('ZREMRANGEBYSCORE', owned, '-inf', now - ttl)
-local surplus = redis.call('ZCARD', owned) + 1 - max_kept
-for _, old in ipairs(surplus > 0 and redis.call('ZRANGE', owned, 0, surplus - 1) or {{}}) do
-  if redis.call('SISMEMBER', running, old) == 0 then
-    redis.call('DEL', prefix .. '{batch_key("")}' .. old)
-    redis.call('ZREM', owned, old)
-  end
-end
-redis.call('HSET', key, unpack(ARGV, 6))
-redis.call('EXPIRE', key, ttl)
-redis.call('ZADD', owned, now, id)
-redis.call('EXPIRE', owned, ttl)
-redis.call('SADD', running, id)
-redis.call('EXPIRE', running, ttl)
-return 1
-"""
-
-# KEYS: batch key, set of running batches, figures key. ARGV: batch id, the statuses it may have now
-# (joined by commas), the next, '1' if that is an end, the time, the figures' life in seconds, then
-# further fields and values. Returns the status that it has now.
-MOVE = f"""
-local key, running, figures = unpack(KEYS)
-local id, allowed, following, is_end, now, ttl = unpack(ARGV, 1, 6)
-local status = redis.call('HGET', key, 'status')
-if not status or not string.find(',' .. allowed .. ',', ',' .. status .. ',', 1, true) then return status end
-redis.call('HSET', key, 'status', following, following .. '_at', now, unpack(ARGV, 7))
-if is_end == '1' then
-  redis.call('SREM', running, id)
-  if redis.call('SCARD', running) == 0 then redis.call('HDEL', figures, 'lines_waiting', 'oldest_at', 'progressed_at') end
-  redis.call('HINCRBY', figures, '{ENDED}' .. following, 1)
-  redis.call('EXPIRE', figures, ttl)
-end
-return following
-"""
-
-# KEYS[1]: batch key. ARGV: the time, then fields and values.
-BEGIN = """
-local status = redis.call('HGET', KEYS[1], 'status')
-if not status then return end
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
-if status == 'validating' then redis.call('HSET', KEYS[1], 'status', 'in_progress', 'in_progress_at', ARGV[1]) end
-"""
+CREATE_BATCH, MOVE_BATCH = load_script("create_batch"), load_script("move_batch")
+BEGIN_BATCH = load_script("begin_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +59,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch as it was asked for."""
+    """A batch as its client asked for it."""
 
     batch_id: str
     tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
@@ -144,7 +97,7 @@ class Batch:
         return self.status in RUNNING
 
     def closes(self, now: float) -> str:
-        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall
+        """Why no more of its lines are executed, as a code of their errors; empty if they are. now: wall
         clock, s."""
         if self.status == "cancelling":
             return "batch_cancelled"
@@ -190,15 +143,14 @@ class BatchStore:
         self.client = client
 
     async def create(self, record: BatchRecord, traceparent: str = "", model: str = "") -> Batch:
-        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running.
-
-        model: as far as it is known before the input is checked.
-        """
+        """Make a batch known to its owner and to the workers. model: empty if it is not known before the
+        input is checked. Raises Rejected (429) if too many of the owner's are running."""
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
+        asked = table(id=record.batch_id, now=time.time(), ttl=TTL_S, max_running=MAX_RUNNING, max_kept=MAX_KEPT)
         values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent, "model", model
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
-                pipe.eval(CREATE, 3, *keys, record.batch_id, time.time(), TTL_S, MAX_RUNNING, MAX_KEPT, *values)
+                CREATE_BATCH.call(pipe, keys, asked, *values)
                 queue_created(pipe, record.created_at)
                 is_made, *_ = await pipe.execute()
         if not is_made:
@@ -243,22 +195,28 @@ class BatchStore:
         return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
-        """Give it the status, and further fields, if it has one of those allowed. Returns the
-        status that it has then; None: there is no such batch."""
+        """Give a batch the status, and further fields, if its present status is among those allowed.
+        Returns the status that it has then; None if there is no such batch."""
         pairs = [each for name, value in values.items() for each in (name, value)]
-        is_end = "0" if status in RUNNING else "1"
-        found: Any = await self.client.eval(
-            MOVE, 3, batch_key(batch_id), BATCHES_RUNNING, BATCH_FIGURES, batch_id, ",".join(allowed), status, is_end, int(time.time()), FILE_TTL_S, *pairs
+        asked = table(
+            id=batch_id,
+            allowed=allowed,
+            status=status,
+            is_end=status not in RUNNING,
+            now=int(time.time()),
+            figures_ttl=FILE_TTL_S,
         )
-        return found.decode() if found is not None else None
+        keys = [batch_key(batch_id), BATCHES_RUNNING, BATCH_FIGURES]
+        present = await MOVE_BATCH.run(self.client, keys, asked, *pairs)
+        return present.decode() if present is not None else None
 
     async def begin(self, batch_id: str, total: int, model: str) -> None:
-        """Its input is right: so many lines, for that model. It is in progress, unless it was
-        cancelled."""
-        await self.client.eval(BEGIN, 1, batch_key(batch_id), int(time.time()), "total", total, "model", model)
+        """Note that a batch's input is right: its number of lines, and its model. It is in progress then,
+        unless it was cancelled."""
+        await BEGIN_BATCH.run(self.client, [batch_key(batch_id)], int(time.time()), "total", total, "model", model)
 
     async def delete(self, record: BatchRecord) -> None:
-        """Forget one that has ended."""
+        """Forget a batch that has ended."""
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(batch_key(record.batch_id))
@@ -267,8 +225,8 @@ class BatchStore:
 
 
 def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
-    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch,
-    or has another id than its key."""
+    """The batch in a hash. None if the hash is empty; also, with an error in the log, if it is no batch
+    or its id is not that of its key."""
     if not values:
         return None
     try:
@@ -282,7 +240,7 @@ def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
 
 
 def _batch_of(texts: dict[str, bytes]) -> Batch:
-    """Raises Invalid, ValueError or KeyError, as whatever is wrong with it has it."""
+    """Raises Invalid, ValueError or KeyError for what is no batch."""
     record = decode_record(BatchRecord, texts["record"])
     if not is_file_id(record.input_file_id):
         raise Invalid("its input_file_id could be no file's")

@@ -1,7 +1,7 @@
-"""Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not
-at all.
+"""Storage: the bytes of files, in a folder or in any storage that fsspec knows. A file exists whole or
+not at all.
 
-Synchronous: callers run it beside their event loop.
+Synchronous: asyncio callers run it in a thread.
 """
 
 import os
@@ -41,11 +41,12 @@ class Storage:
 
     @contextmanager
     def writing(self, path: str) -> Iterator[IO[bytes]]:
-        """A file to write to, which is at `path` when the block ends well, and nowhere else."""
+        """A file to write to. It gets its name, `path`, when the block ends without an error."""
         whole = self._within(path)
         unfinished = f"{whole}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
         if isinstance(self.fs, LocalFileSystem):
-            os.makedirs(self.root, 0o700, exist_ok=True)  # what is in it is nobody else's on this machine; a folder that is there keeps its mode
+            # no other user of this machine may read it; an existing folder keeps its mode
+            os.makedirs(self.root, 0o700, exist_ok=True)
         self.fs.makedirs(whole.rpartition("/")[0], exist_ok=True)
         try:
             with self.fs.open(unfinished, "wb") as file:

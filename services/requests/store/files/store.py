@@ -1,5 +1,5 @@
-"""Files: what they are is in Redis, what is in them in the storage. Each has an owner, to everybody
-else it does not exist."""
+"""Files: their records are in Redis, their bytes in the storage. Each has an owner; to other tenants it
+does not exist."""
 
 import asyncio
 import time
@@ -18,24 +18,15 @@ from services.requests.store.files.storage import PIECE_BYTES, Storage
 from services.requests.store.record import read_record
 from shared.process.errors import Invalid, Recoverable
 from shared.wire.ids import is_file_id
+from shared.wire.script import load_script
 from shared.wire.streams import FILE_TTL_S, file_key, files_key, uploads_key
 
 MAX_FILES = 10_000  # of one owner
-CONTENTS = "contents"  # the folder of what is in files
-STORE_TIMEOUT_S = 600.0  # to store what was received
-RESERVED_S = STORE_TIMEOUT_S + 60  # for which a gateway that is killed keeps the room of what it was storing
+CONTENTS = "contents"  # the storage's folder for the bytes of files
+STORE_TIMEOUT_S = 600.0  # to store a file that was received
+RESERVED_S = STORE_TIMEOUT_S + 60  # a gateway that is killed keeps the room of its uploads for so long
 
-# KEYS[1]: uploads key. ARGV: "<file id>/<bytes>", ms. Reserves the room of a file that is about to be
-# stored; returns those that have reserved theirs before.
-RESERVE = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local before = redis.call('ZRANGE', KEYS[1], 0, -1)
-redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return before
-"""
+RESERVE_UPLOAD = load_script("reserve_upload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,7 @@ class FileStore:
         self.storage = storage
 
     async def load(self, file_id: str, owner: str) -> FileRecord:
-        """Raises Invalid (404) for a file that is not there, or not this owner's."""
+        """Raises Invalid (404) for a file that does not exist, or is not this owner's."""
         with redis_errors_as_503():
             packed: Any = await self.client.get(file_key(file_id))
         record = read_file(file_id, packed)
@@ -77,7 +68,7 @@ class FileStore:
         return record
 
     async def list_of(self, owner: str) -> list[FileRecord]:
-        """All of an owner's, the newest first."""
+        """All files of an owner, the newest first."""
         with redis_errors_as_503():
             found: Any = await self.client.zrevrange(files_key(owner), 0, -1)
             names = [name.decode(errors="replace") for name in found]
@@ -99,8 +90,8 @@ class FileStore:
             raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
 
     async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int) -> FileRecord:
-        """Keep a file that has been received. Raises as `check_room`; TimeoutError if the storage
-        is too slow."""
+        """Keep a file that has been received. Raises what `check_room` raises; TimeoutError if the
+        storage is too slow."""
         num_bytes = await asyncio.to_thread(file.seek, 0, 2)
         now = int(time.time())
         record = FileRecord(f"file-{uuid.uuid4().hex[:24]}", owner, filename, purpose, num_bytes, now, now + ttl_s)
@@ -111,21 +102,21 @@ class FileStore:
 
     @asynccontextmanager
     async def _room_for(self, record: FileRecord, max_size: int) -> AsyncIterator[None]:
-        """Room that nobody else is given until the file is known. Reserved before it is looked for:
-        of two that come at once, the second sees the first."""
+        """Reserve room until the file is known. It is reserved before the room is checked: of two uploads
+        at once, the second sees the first."""
         key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
         with redis_errors_as_503():
-            before: Any = await self.client.eval(RESERVE, 1, key, own, int(RESERVED_S * 1000))
+            before = await RESERVE_UPLOAD.run(self.client, [key], own, int(RESERVED_S * 1000))
         try:
             coming = dict(each.decode().split("/") for each in before)
             await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming={name: int(size) for name, size in coming.items()})
             yield
         finally:
-            with suppress(Recoverable), redis_errors_as_503():  # should Redis be away, the reservation runs out
+            with suppress(Recoverable), redis_errors_as_503():  # without Redis the reservation expires
                 await self.client.zrem(key, own)
 
     async def enter(self, record: FileRecord) -> None:
-        """Make a file known whose content is stored. Safe to repeat."""
+        """Make a file known, after its bytes are stored. Safe to repeat."""
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.set(file_key(record.file_id), msgpack.packb(asdict(record)), exat=record.expires_at)
@@ -152,13 +143,13 @@ class FileStore:
 
 
 def read_file(file_id: str, packed: bytes | None) -> FileRecord | None:
-    """A file's record; None for what is none: its id, which is to be a path, must be the one that
-    was asked for."""
+    """A file's record; None if it is none, or if its id is not that of its key, for the id becomes a
+    path."""
     record = read_record(FileRecord, file_key(file_id), packed)
     return record if record is not None and is_file_id(file_id) and record.file_id == file_id else None
 
 
 def content_path(file_id: str, expires_at: int) -> str:
-    """Its time is in the name: an expired file is known for one whatever has become of its
-    record."""
+    """The path of a file's bytes. It contains the time of expiry, so that upkeep finds expired files
+    without their records."""
     return f"{CONTENTS}/{file_id}.{expires_at}"

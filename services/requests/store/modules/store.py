@@ -1,6 +1,7 @@
-"""Sets of prompt modules, in Redis: a hash each, of what the set is and of each module's tokens.
+"""Sets of prompt modules, in Redis: a hash each, with the set's description and each module's tokens.
 
-A set's id follows from what is in it. So it never changes, and who posts it again gets the same.
+A set's id is a hash of its contents. So a set never changes, and a client that posts it again gets the
+same id.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from shared.model.context_length import context_exceeded
 from shared.process.errors import Invalid, Rejected
 from shared.process.host_memory import size_text
 from shared.wire.prompt_modules import ModulePart, PromptModule
+from shared.wire.script import load_script, table
 from shared.wire.streams import module_set_key, module_sets_key
 
 PARAM = "prompt_modules"
@@ -28,26 +30,10 @@ MAX_SETS = 256  # of one owner
 MAX_BYTES = 64 << 20  # of one owner's
 TTL_S = 30 * 24 * 3600  # after its last use
 SET_ID = re.compile(r"pm-[0-9a-f]{24}")
-ABOUT = "about"  # the field that has what the set is; the others have a module's parts, by its name
+ABOUT = "about"  # the field with the set's description; each other field has a module's parts, by its name
 PREFIX = "module:"
 
-# KEYS: the set's key, its owner's sets. ARGV: its id, the time, TTL in seconds, most sets, most bytes,
-# its bytes, then fields and values. Returns whether there is room for it.
-CREATE = """
-local key, owned = unpack(KEYS)
-local id, now, ttl, max_sets, max_bytes, size = unpack(ARGV, 1, 6)
-redis.call('ZREMRANGEBYSCORE', owned, '-inf', now - ttl)
-local member, sum, count = size .. '/' .. id, 0, 0
-for _, each in ipairs(redis.call('ZRANGE', owned, 0, -1)) do
-  if each ~= member then sum, count = sum + string.match(each, '^%d+'), count + 1 end
-end
-if count >= tonumber(max_sets) or sum + size > tonumber(max_bytes) then return 0 end
-if redis.call('EXISTS', key) == 0 then redis.call('HSET', key, unpack(ARGV, 7)) end
-redis.call('EXPIRE', key, ttl)
-redis.call('ZADD', owned, now, member)
-redis.call('EXPIRE', owned, ttl)
-return 1
-"""
+CREATE_MODULES = load_script("create_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +76,8 @@ class ModuleStore:
     client: "redis.asyncio.Redis"
 
     async def create(self, owner: str, model: str, body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> ModuleSet:
-        """Keep a set. token_ids: of each text of its modules, in order. Raises Invalid for what is too
-        long, Rejected (429) where the owner has too many."""
+        """Keep a set. token_ids: of each text of its modules, in order. Raises Invalid if it is too long,
+        Rejected (429) if the owner has too many."""
         modules, parts = placed(body, token_ids)
         values = {PREFIX + name: orjson.dumps(each) for name, each in parts.items()}
         said = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
@@ -101,8 +87,9 @@ class ModuleStore:
         about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": said})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
         keys = module_set_key(owner, set_id), module_sets_key(owner)
+        asked = table(id=set_id, now=time.time(), ttl=TTL_S, max_sets=MAX_SETS, max_bytes=MAX_BYTES, size=num_bytes)
         with redis_errors_as_503():
-            is_kept: Any = await self.client.eval(CREATE, 2, *keys, set_id, time.time(), TTL_S, MAX_SETS, MAX_BYTES, num_bytes, *fields)
+            is_kept = await CREATE_MODULES.run(self.client, keys, asked, *fields)
         if not is_kept:
             reason = f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
             raise Rejected(reason, status=429, retry_after_s=60, code="storage_limit_exceeded")
@@ -119,7 +106,7 @@ class ModuleStore:
         return decode(set_id, about)
 
     async def list_of(self, owner: str) -> list[ModuleSet]:
-        """All sets of the owner, those that were used last first."""
+        """All sets of the owner, the last used first."""
         with redis_errors_as_503():
             members: Any = await self.client.zrevrange(module_sets_key(owner), 0, -1)
             async with self.client.pipeline(transaction=False) as pipe:
@@ -167,8 +154,8 @@ class ModuleStore:
 
 
 def placed(body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> tuple[list[ModuleFacts], dict[str, list[Any]]]:
-    """Where the modules stand; and of each, by name, its parts: positions and tokens, or positions,
-    parameters and their rooms. Raises Invalid."""
+    """The modules with their positions; and by name the parts of each: positions and tokens, or
+    positions, parameters and their rooms. Raises Invalid."""
     texts, modules, parts, next_position = iter(token_ids), list[ModuleFacts](), dict[str, list[Any]](), 0
     for number, entry in enumerate(body.modules):
         position = entry.position if entry.position is not None else next_position
@@ -191,7 +178,7 @@ def placed(body: PromptModulesBody, token_ids: Sequence[TokenIds]) -> tuple[list
 
 
 def texts_of(body: PromptModulesBody) -> list[str]:
-    """The texts of all modules, in order, as `create` wants their tokens."""
+    """The texts of all modules, in the order in which `create` takes their tokens."""
     return [piece.text for module in body.all_modules() for piece in module.pieces() if not piece.parameter]
 
 
@@ -210,7 +197,7 @@ def check_use(used: UsedModules, facts: dict[str, ModuleFacts]) -> None:
 
 
 def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
-    """A part as it is stored, with its argument."""
+    """A part in Redis' form, with its argument."""
     position, ids, *room = part
     if room:
         return ModulePart(position, np.zeros(0, np.int32), ids, arguments.get(ids, ""), room[0])

@@ -62,12 +62,12 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Raises StartupError for a file that can't be read, is not to be trusted, or is none of ours,
-    FileNotFoundError for none."""
+    """Raises StartupError if the file can't be read, may be written by other users, or is no file of
+    keys; FileNotFoundError if it does not exist."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
-                raise StartupError(f"everybody on this machine may write to {path}, and so make himself a key: chmod 600 it")
+                raise StartupError(f"every user of this machine may write to {path}, and so add a key: chmod 600 it")
             keys = KeyFile.model_validate_json(file.read()).keys
     except FileNotFoundError:
         raise
@@ -99,8 +99,8 @@ def add_key(path: Path, name: str, **limits: object) -> str:
 
 
 def rotate_key(path: Path, name: str) -> str:
-    """Give the tenant another key; the old one is worth nothing at once. Returns the new one.
-    Raises StartupError."""
+    """Give the tenant another key; the old one is invalid at once. Returns the new one. Raises
+    StartupError."""
     with _changing(path) as keys:
         number = _find(keys, name, path)
         secret = _new_secret()
@@ -150,13 +150,13 @@ def _changing(path: Path) -> Iterator[list[ApiKey]]:
 
 
 def wants_keys(settings: GatewaySettings) -> bool:
-    """Whether a gateway that starts so asks for a key: there is one, or there is a file for some,
-    be it empty. Raises StartupError."""
+    """Whether a gateway with these settings asks for a key: one is set, or a file of keys exists, even an
+    empty one. Raises StartupError."""
     return settings.auth and (bool(settings.api_key) or _is_there(settings.keys_file))
 
 
 def _is_there(path: Path) -> bool:
-    """Raises StartupError if nobody can tell: that must not pass for no keys."""
+    """Whether the file exists. Raises StartupError if that can't be known: it must not count as no keys."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -167,8 +167,8 @@ def _is_there(path: Path) -> bool:
 
 
 def check_exposure(settings: GatewaySettings) -> None:
-    """Raises StartupError if others than this machine's users could ask without a key, and nobody
-    has said that they may."""
+    """Raises StartupError if users of other machines could ask without a key, and --no-auth is not
+    given."""
     if not settings.auth or wants_keys(settings):
         return
     try:
@@ -178,5 +178,5 @@ def check_exposure(settings: GatewaySettings) -> None:
     if not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found):
         raise StartupError(
             f"without API keys the gateway listens on loopback only, not on {settings.host or 'every interface'}: "
-            "make a key (penstock keys add NAME), or say --no-auth (PENSTOCK_AUTH=false) if whoever reaches it may use it"
+            "make a key (penstock keys add NAME), or say --no-auth (PENSTOCK_AUTH=false) if every client that reaches it may use it"
         )

@@ -1,9 +1,9 @@
 """A tenant's limits over several cells. They are kept in the home cell's Redis, and no script there
-can hand a request to another cell: it is charged first, then submitted, and what it was charged is
-given back if its cell does not take it.
+can hand a request to another cell: the request is charged first, then submitted, and refunded if its
+cell does not take it.
 
-The places of what has ended are given back as soon as a limit seems to be reached. A gateway that
-dies in between has charged what never ran: the buckets are full again a minute later.
+The places of ended requests are given back when a limit seems to be reached. A gateway that dies in
+between has charged a request that never runs: the buckets are full again a minute later.
 """
 
 import asyncio
@@ -11,43 +11,20 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import redis
 import redis.asyncio
 
-from services.requests.store.tenants.limits import BUCKET_TTL_S, SCRIPT, Caller
+from services.requests.store.tenants.limits import CHARGE, Caller, Charge
+from shared.wire.script import load_script, table
 from shared.wire.streams import RUNNING_LOG_TTL_S, inflight_key
 
 CELL_TIMEOUT_S = 2.0  # for a cell to say what runs there
-SUBMITTING_S = 10.0  # a request that was charged so long ago is in its cell by now, or never will be
+SUBMITTING_S = 10.0  # after this a charged request is in its cell, or never will be
 
-# KEYS: quota key, running key. ARGV: what limits.py says of the tenant, what stands for a request
-# among those that run, their TTL in seconds, request ids. Returns as look_at_limits does.
-CHARGE_AHEAD = (
-    SCRIPT
-    + """
-local rpm, tpm, concurrency, requests, tokens, place, ttl = unpack(ARGV, 1, 7)
-rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
-local left, exceeded = look_at_limits(KEYS[1], KEYS[2], rpm, tpm, concurrency, tonumber(requests), tonumber(tokens), #ARGV - 7)
-if exceeded then return {left, exceeded} end
-charge(KEYS[1], rpm, tpm, left)
-if concurrency > 0 then
-  for i = 8, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], place) end
-  redis.call('EXPIRE', KEYS[2], ttl)
-end
-return {left}
-"""
-)
-
-# KEYS: quota key, running key. ARGV: requests, tokens, TTL in seconds, request ids
-GIVE_BACK = """
-local held = redis.call('HMGET', KEYS[1], 'requests', 'tokens')
-if tonumber(held[1]) then redis.call('HINCRBYFLOAT', KEYS[1], 'requests', ARGV[1]) end
-if tonumber(held[2]) then redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', ARGV[2]) end
-for i = 4, #ARGV do redis.call('HDEL', KEYS[2], ARGV[i]) end
-if held[1] or held[2] then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
-"""
+REFUND = load_script("refund")
 
 
 class SharedLimits:
@@ -56,13 +33,20 @@ class SharedLimits:
         self.home = home
         self.clients = clients
 
-    async def charge(self, caller: Caller, mark: str, model: str, limits: Sequence[str | int], request_ids: Sequence[str]) -> list[int]:
-        """Charge what is about to be submitted to another cell. limits: Caller.arguments. Returns
-        what is left; raises Rejected (429)."""
+    async def charge(
+        self,
+        caller: Caller,
+        mark: str,
+        model: str,
+        charge: Charge,
+        request_ids: Sequence[str],
+    ) -> list[int]:
+        """Charge what is about to be submitted to another cell. Returns what is left; raises
+        Rejected (429)."""
         place = f"@{mark} {time.time():.0f} {model}"
+        asked = table(charge=asdict(charge), requests=request_ids, place=place, ttl=RUNNING_LOG_TTL_S)
         for _ in range(2):
-            found: Any = await self.home.eval(CHARGE_AHEAD, 2, *caller.keys, *limits, place, RUNNING_LOG_TTL_S, *request_ids)
-            left, *exceeded = found
+            left, *exceeded = await CHARGE.run(self.home, caller.keys, asked)
             if not exceeded:
                 return list(left)
             kind, wait_ms = exceeded[0]
@@ -71,19 +55,21 @@ class SharedLimits:
         raise caller.refused(kind.decode(), wait_ms, left)
 
     async def confirm(self, caller: Caller, mark: str, model: str, request_ids: Sequence[str]) -> None:
-        """Note that the requests are in their cell: their places end with them. Without this note (home is away) the first SUBMITTING_S are waited for."""
+        """Note that the requests are in their cell: their places end with them. Without this note, if home
+        is away, they count for SUBMITTING_S at least."""
         if caller.tenant.max_concurrency is not None:
             with suppress(redis.RedisError, OSError):
                 await self.home.hset(caller.keys[1], mapping=dict.fromkeys(request_ids, f"@{mark} 0 {model}"))
 
-    async def give_back(self, caller: Caller, limits: Sequence[str | int], request_ids: Sequence[str]) -> None:
-        """Give back what was charged for a request that its cell refused, or could not take; as far as home is there."""
+    async def give_back(self, caller: Caller, charge: Charge, request_ids: Sequence[str]) -> None:
+        """Give back what was charged for a request that its cell refused, or could not take, if home
+        can be reached."""
         with suppress(redis.RedisError, OSError):
-            await self.home.eval(GIVE_BACK, 2, *caller.keys, *limits[-2:], BUCKET_TTL_S, *request_ids)
+            await REFUND.run(self.home, caller.keys, charge.requests, charge.tokens, *request_ids)
 
     async def drop_ended(self, caller: Caller) -> bool:
-        """Give the places back of what has ended in other cells, or never came there. Returns
-        whether there was any. A cell that is away keeps its own; one that is no more has none."""
+        """Give back the places of requests that have ended in other cells, or never came there. Returns
+        whether there were any. A cell that is away keeps its places; a removed cell has none."""
         running: Any = await self.home.hgetall(caller.keys[1])
         by_cell: dict[bytes, list[tuple[bytes, str]]] = defaultdict(list)
         for request_id, value in running.items():
