@@ -12,9 +12,10 @@ too, though it is not full.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice, pairwise, takewhile
+from functools import partial
+from itertools import chain, islice, pairwise, takewhile
 
 from services.compute.sequence import Sequence
 from shared.model.prefix_hash import block_hash, prefix_root
@@ -77,17 +78,12 @@ class BlockManager:
             for block_id in sequence.kv.block_table:
                 self.ref_counts[block_id] += 1
 
-    def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int, *, is_fork: bool) -> bool:
-        """Whether there are free blocks for the first chunk of a sequence that begins, of so many tokens
-        behind those in `matched`; with segments, where later ones may
-        be found in the cache, for all blocks that no sequence holds."""
-        if sequence.request.layout is not None and not is_fork:
-            return self.num_blocks_for(len(sequence.tokens)) - self.num_held(sequence) <= self.num_free_blocks
-        num_tokens, most_tokens = len(sequence.tokens), max(most_tokens, sequence.request.largest_whole)
-        if sequence.request.layout is None:
-            num_tokens = min(num_tokens, len(matched) * self.block_size + most_tokens)
-        unheld = sum(self.ref_counts[block_id] == 0 for block_id in matched)
-        return self.num_blocks_for(num_tokens) - len(matched) + unheld <= self.num_free_blocks
+    def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int) -> bool:
+        """Whether there are free blocks for a sequence that begins with those in `matched`, with a first
+        chunk of up to most_tokens tokens, or of an image that is computed whole."""
+        chunk_end = len(matched) * self.block_size + max(most_tokens, sequence.request.largest_whole)
+        num_slots = sequence.request.layout.num_slots_to_begin(len(sequence.tokens), chunk_end)
+        return self.num_blocks_for(num_slots) - self.num_held(sequence, matched) <= self.num_free_blocks
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let the sequence write up to its num_tokens-th slot: blocks for all, and its own copy of
@@ -95,8 +91,7 @@ class BlockManager:
 
         All or nothing. Returns whether there were enough free blocks.
         """
-        if sequence.request.layout is not None:
-            num_tokens = sequence.request.layout.skip_holes(num_tokens)
+        num_tokens = sequence.request.layout.skip_holes(num_tokens)
         missing = self.num_blocks_for(num_tokens) - len(sequence.kv.block_table)
         tail = self._shared_tail(sequence) if sequence.kv.has_shared_tail else None
         if max(0, missing) + (tail is not None) > self.num_free_blocks:
@@ -123,27 +118,16 @@ class BlockManager:
     def match(self, sequence: Sequence) -> list[int]:
         """The cached blocks of the longest prefix of the sequence that is computed, of its reusable
         tokens: a cached block is never written, and what is foreseen may come otherwise."""
-        found: list[int] = []
-        if self.prefix_caching:
-            for number in range(sequence.num_reusable_tokens // self.block_size):
-                block_id = self.cached_blocks.get(self._hash(sequence, number))
-                if block_id is None:
-                    break
-                found.append(block_id)
-        return found
+        return self._cached(chain.from_iterable(self._names(sequence))) if self.prefix_caching else []
 
     def reuse(self, sequence: Sequence) -> bool:
         """At the beginning of a segment that is not the first: go on behind its blocks that are
         cached. `match` sees only those before the first that is missing. Returns whether it did."""
         layout, first = sequence.request.layout, sequence.kv.num_computed
-        if layout is None or not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
+        if not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
             return False
-        number, last = layout.at(first), sequence.num_reusable_tokens
-        if number < len(layout.segments) - 1:
-            last = min(last, layout.starts[number + 1])
         place = first // self.block_size
-        names = (self._hash(sequence, each) for each in range(place, last // self.block_size))
-        found = [self.cached_blocks[name] for name in takewhile(lambda name: name in self.cached_blocks, names)]
+        found = self._cached(self._names(sequence)[layout.at(first)])
         num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in found)
         if not found or place - len(sequence.kv.block_table) > self.num_free_blocks - num_unheld:
             return False
@@ -158,21 +142,22 @@ class BlockManager:
         sequence.kv.num_computed = layout.skip_holes(sequence.kv.num_committed_blocks * self.block_size)
         return True
 
-    def num_held(self, sequence: Sequence) -> int:
-        """How many blocks the sequence will share with others that hold them now: of each segment,
-        those cached from its beginning on. Behind a gap nothing is shared."""
-        return sum(
-            self.ref_counts[self.cached_blocks[name]] > 0
-            for names in self._names(sequence)
-            for name in (takewhile(self.cached_blocks.__contains__, names) if self.prefix_caching else ())
-        )
+    def num_held(self, sequence: Sequence, matched: list[int]) -> int:
+        """How many blocks a sequence that begins with those in `matched` will share with others that hold
+        them now: of each later segment, those cached from its beginning on."""
+        number = sequence.request.layout.at(len(matched) * self.block_size)
+        later = [self._cached(names) for names in self._names(sequence)[number + 1 :]] if self.prefix_caching else []
+        return sum(self.ref_counts[block_id] > 0 for block_ids in (matched, *later) for block_id in block_ids)
 
-    def _names(self, sequence: Sequence) -> list[list[bytes]]:
+    def _names(self, sequence: Sequence) -> list[Iterator[bytes]]:
         """The hashes of the sequence's reusable blocks, by segment; without segments all are of one."""
         num_blocks = sequence.num_reusable_tokens // self.block_size
-        starts = sequence.request.layout.starts if sequence.request.layout is not None else [0]
-        borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
-        return [[self._hash(sequence, number) for number in range(first, last)] for first, last in pairwise(borders)]
+        borders = [*(min(start // self.block_size, num_blocks) for start in sequence.request.layout.starts), num_blocks]
+        return [map(partial(self._hash, sequence), range(first, last)) for first, last in pairwise(borders)]
+
+    def _cached(self, names: Iterable[bytes]) -> list[int]:
+        """The cached blocks of these hashes, up to the first that is missing."""
+        return [self.cached_blocks[name] for name in takewhile(self.cached_blocks.__contains__, names)]
 
     def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
         """Behind what `match` found: the cached block that begins with the most of the sequence's next
@@ -188,7 +173,7 @@ class BlockManager:
         """For each segment of the sequence, the hashes of its reusable blocks that are not in the
         prefix cache; none twice. No more than there is room for beside those that are, which count
         as used last."""
-        by_segment = self._names(sequence)
+        by_segment = [list(names) for names in self._names(sequence)]
         known = {name for names in by_segment for name in names if name in self.cached_blocks}
         unheld = dict.fromkeys(self.cached_blocks[name] for names in by_segment for name in names if name in known)
         unheld = {block_id: None for block_id in unheld if self.ref_counts[block_id] == 0}
@@ -218,9 +203,8 @@ class BlockManager:
         for block_id in block_ids:
             self._hold(sequence, block_id)
         sequence.kv.block_table.extend(block_ids)
-        if sequence.request.layout is not None:
-            # where another's longer block ends a segment here, the segment's own last block is never offered
-            num_tokens = sequence.request.layout.skip_holes(num_tokens)
+        # where another's longer block ends a segment here, the segment's own last block is never offered
+        num_tokens = sequence.request.layout.skip_holes(num_tokens)
         sequence.kv.num_computed = num_tokens
         sequence.kv.num_committed_blocks = num_tokens // self.block_size
         sequence.kv.has_shared_tail = num_tokens % self.block_size != 0
@@ -273,10 +257,10 @@ class BlockManager:
     def _parent(self, sequence: Sequence, number: int) -> bytes:
         """The hash of what the sequence's number-th block goes on from: the block before it, or the
         root of the sequence, or of a segment."""
-        before = self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.request.cache_salt)
-        if sequence.request.layout is None:
-            return before
-        return sequence.request.layout.parent(prefix_root(self.fingerprint, salt=sequence.request.cache_salt), sequence.kv.block_hashes, number)
+        if number:
+            self._hash(sequence, number - 1)  # so that the hashes of all blocks before it are there
+        root = prefix_root(self.fingerprint, salt=sequence.request.cache_salt)
+        return sequence.request.layout.parent(root, sequence.kv.block_hashes, number)
 
     def _tokens(self, sequence: Sequence, number: int) -> list[int]:
         return sequence.tokens.ids[number * self.block_size : (number + 1) * self.block_size]

@@ -14,7 +14,7 @@ from services.compute.loop.engine import Engine
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.speculation import Speculation
 from shared.model.dry_breakers import unpack_breakers
-from shared.model.segments import Layout, length_of
+from shared.model.segments import layout_of, length_of
 from shared.model.vision.images import place_images
 from shared.process.errors import Invalid, Lost
 from shared.process.telemetry import get_logger
@@ -244,9 +244,9 @@ class Admitter:
         return ""
 
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
-        layout = Layout(request.segments, self.scheduler.block_manager.block_size) if request.segments else None
+        layout = layout_of(request.segments, self.scheduler.block_manager.block_size)
         placed = place_images(request.prompt_token_ids, request.images, request.image_token_id)
-        prompt = placed.token_ids.tolist() if layout is None else layout.pad(placed.token_ids.tolist())
+        prompt = layout.pad(placed.token_ids.tolist())
         # the first token's entry holds them
         params = replace(request.params, prompt_logprobs=None) if logged else request.params
         scheduling = request.scheduling

@@ -29,7 +29,7 @@ class FoundPrefixes:
     def reuse(self, sequence: Sequence) -> None:
         """Pass over what is cached of the segments that begin where the sequence is."""
         num_computed = sequence.kv.num_computed
-        while sequence.request.layout is not None and self.block_manager.reuse(sequence):
+        while self.block_manager.reuse(sequence):
             pass
         if sequence.kv.num_computed > num_computed and sequence.num_preemptions == 0:
             self._count(sequence, num_computed)
@@ -38,6 +38,6 @@ class FoundPrefixes:
         """Count the tokens that were found beyond so many slots."""
         layout, num_prompt = sequence.request.layout, sequence.tokens.num_prompt
         first, last = min(num_computed, num_prompt), min(sequence.kv.num_computed, num_prompt)
-        num_found = last - first if layout is None else layout.num_tokens_in(last) - layout.num_tokens_in(first)
+        num_found = layout.num_tokens_in(last) - layout.num_tokens_in(first)
         sequence.num_cached_tokens += num_found
         self.num_hits += num_found

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow
-from shared.model.segments import Layout
 
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
@@ -42,17 +41,25 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
     sampled = range(num_tokens - 1 - num_drafts, num_tokens) if is_sampled else range(0)
     pooled = sequence.pooled_tokens(first, last)
     first_target, target_ids = (0, ()) if sequence.is_scored else take_targets(sequence, last)
-    token_ids = tuple(sequence.tokens.ids[first:last])
-    if (layout := sequence.request.layout) is not None:
-        sequence.kv.advance(layout.skip_holes(last))
-        return segment_row(sequence, layout, token_ids, first, sampled)
-    sequence.kv.advance(last)
+    context = sequence.request.layout.context(sequence.kv.block_table.frozen, first, num_tokens)
+    image_shift = sequence.request.position_shift if first >= sequence.tokens.num_prompt else 0
+    sequence.kv.advance(sequence.request.layout.skip_holes(last))
     return BatchRow(
-        sequence.handle, token_ids, first, sequence.kv.block_table.frozen, sampled, sequence.tokens.num_prompt,
-        first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
-        sequence.request.position_shift if first >= sequence.tokens.num_prompt else 0, images=sequence.request.images_in(first, last),
-        sees_whole_images=sequence.request.sees_whole_images, positions=positions_of(sequence, first, last),
-    )  # fmt: skip
+        handle=sequence.handle,
+        token_ids=tuple(sequence.tokens.ids[first:last]),
+        num_computed_tokens=context.num_tokens,
+        block_table=context.blocks,
+        sampled=sampled,
+        num_prompt_tokens=sequence.tokens.num_prompt,
+        first_target=first_target,
+        target_ids=target_ids,
+        pooled=range(pooled.start - first, pooled.stop - first) if pooled else pooled,
+        position_shift=context.position_shift + image_shift,
+        block_lens=context.block_lens,
+        images=sequence.request.images_in(first, last),
+        sees_whole_images=sequence.request.sees_whole_images,
+        positions=positions_of(sequence, first, last),
+    )
 
 
 def positions_of(sequence: Sequence, first: int, last: int) -> tuple[tuple[int, ...], ...]:
@@ -63,22 +70,6 @@ def positions_of(sequence: Sequence, first: int, last: int) -> tuple[tuple[int, 
     of_prompt = sequence.request.positions[:, first:last]
     behind = range(sequence.tokens.num_prompt + sequence.request.position_shift, last + sequence.request.position_shift)
     return tuple((*each, *behind) for each in of_prompt.tolist())
-
-
-def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], first: int, sampled: range) -> BatchRow:
-    """The row of some tokens of one segment, from the slot `first` on: its blocks are those of what
-    the segment sees, then its own."""
-    number, size, lens = layout.at(first), layout.block_size, layout.block_lens
-    table: list[int] = sequence.kv.block_table
-    start, end = layout.starts[number], -(-(first + len(token_ids)) // layout.block_size)
-    own, num_seen = table[start // size : end], start
-    if number < len(layout.segments) - 1:  # the last one sees all
-        seen = layout.seen_blocks(number)
-        table, lens, num_seen = [table[each] for each in seen], [lens[each] for each in seen], len(seen) * size
-    return BatchRow(
-        sequence.handle, token_ids, num_seen + first - start, (*table[: num_seen // size], *own), sampled, sequence.tokens.num_prompt,
-        position_shift=layout.segments[number].position - num_seen, block_lens=(*lens, *(size,) * len(own)),
-    )  # fmt: skip
 
 
 def take_targets(sequence: Sequence, num_computed: int) -> tuple[int, tuple[int, ...]]:

@@ -293,7 +293,7 @@ class Scheduler:
             self.admission.observe([each for each in self.running.values() if each is not victim])
             self._is_observed = True
         matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
-        if self.block_manager.has_room_for(sequence, matched, budget, is_fork=twin is not None) and self.admission.admits(sequence, matched):
+        if self.block_manager.has_room_for(sequence, matched, budget) and self.admission.admits(sequence, matched):
             return Begin(matched, twin, victim)
         return Wait(0)
 

@@ -77,8 +77,7 @@ class Sequence:
     @property
     def num_prompt_ids(self) -> int:
         """Tokens of the prompt, without holes."""
-        layout = self.request.layout
-        return self.tokens.num_prompt - (layout.num_holes if layout is not None else 0)
+        return self.tokens.num_prompt - self.request.layout.num_holes
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -87,10 +86,7 @@ class Sequence:
     @property
     def longest_chunk(self) -> int:
         """How many tokens may be computed next at once: a segment's, at most."""
-        layout, first = self.request.layout, self.kv.num_computed
-        if layout is None or first >= layout.starts[-1]:
-            return self.num_uncomputed_tokens
-        return layout.end(layout.at(first)) - first
+        return self.request.layout.chunk_end(self.kv.num_computed, len(self.tokens.ids)) - self.kv.num_computed
 
     def chunk(self, room: int, most: int) -> int:
         """How many tokens are computed next, with room for so many, or for `most` if they are those

@@ -29,9 +29,7 @@ def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Contain
 
 def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> SequenceView:
     sequence: Sequence = active.sequence
-    block_ids, num_computed = sequence.kv.block_table, sequence.kv.num_computed
-    if sequence.request.layout is not None:
-        num_computed = sequence.request.layout.num_tokens_in(num_computed)
+    block_ids = sequence.kv.block_table
     return SequenceView(
         request_id=sequence.request.request_id,
         is_running=is_running,
@@ -39,7 +37,7 @@ def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> Sequenc
         priority=sequence.request.priority,
         num_prompt_tokens=sequence.num_prompt_ids,
         num_cached_tokens=sequence.num_cached_tokens,
-        num_computed_tokens=num_computed,
+        num_computed_tokens=sequence.request.layout.num_tokens_in(sequence.kv.num_computed),
         num_output_tokens=sequence.tokens.num_output,
         num_undecided_tokens=sequence.tokens.num_undecided,
         num_preemptions=sequence.num_preemptions,
