@@ -21,8 +21,7 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.policy import StepPolicy
-from services.compute.scheduling.scheduler import Scheduler
-from services.compute.scheduling.verdict import Begin
+from services.compute.scheduling.scheduler import Begin, Scheduler
 from services.compute.sequence import ScoredTokens, Sequence
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.prefix_hash import prefix_root
@@ -439,13 +438,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert all(sequence.is_finished for sequence in self.sequences)
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
-        assert not self.scheduler.groups._members
         for sequence in self.sequences:
             self.check_counts(sequence)
         if not isinstance(self.scheduler.admission, Predicted):
             return
-        calibration = self.scheduler.admission.calibration
-        assert 0 <= calibration.num_exceeded <= calibration.num_predictions
+        peaks = self.scheduler.admission.peaks
+        assert peaks is not None and 0 <= peaks.num_exceeded <= peaks.num_predictions
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ from shared.process.on_cpu import refused_on_cpu
 from shared.process.settings import ComputeSettings, EncoderSettings
 from shared.process.telemetry import get_logger
 
-# beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
-# cores
+# longer than any step, even with a kernel's compilation, or with 512 tokens of a large model on a few
+# slow cores
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
@@ -63,14 +63,14 @@ class Engine:
     runner: ModelRunner
     load_vocabulary: Callable[[], Vocabulary]  # for grammars, when the first comes
     max_model_len: int  # the longest sequence that fits, prompt and output
-    pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
+    pooling: Literal["mean", "last", "cls"]  # of embeddings whose request names none
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
     no_segments: str  # why it takes no prompts of segments; empty: it does
-    speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
+    speculators: tuple[str, ...]  # the names in --speculate that are in use
     proposers: tuple[Proposer, ...]  # those of them that have weights
-    tier: KVTier | None  # of the prefix cache, with --kv-disk
-    images: ImageEncoding | None  # None: it sees none
+    tier: KVTier | None  # the prefix cache's second tier, with --kv-disk
+    images: ImageEncoding | None  # None if the model takes no images
     max_sampled: int  # rows of logits of a step
     num_stages: int  # of the model, which compute as many steps at once
     publish_interval_s: float  # candidates of steps shorter than this go out together
@@ -78,22 +78,22 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
+class BatchLimits:
     """How large a step may be."""
 
     max_num_seqs: int
     max_batched_tokens: int
 
 
-def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits:
-    """The limits asked for, or those that suit the device."""
+def choose_limits(settings: ComputeSettings, device: torch.device) -> BatchLimits:
+    """The limits in the settings, or the device's defaults."""
     num_seqs, num_tokens = CUDA_LIMITS if device.type == "cuda" else CPU_LIMITS
-    return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
+    return BatchLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
 def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or the checkpoint's, but for float16 on a CPU, which computes it slowly.
-    Raises StartupError where it is asked for there."""
+    """The dtype in --dtype, or the checkpoint's; bfloat16 in place of float16 on a CPU, which computes
+    that slowly. Raises StartupError for --dtype float16 on a CPU."""
     if name == "float16" and device.type == "cpu":
         raise StartupError("--dtype float16 runs on a GPU only (--device cuda); a CPU takes bfloat16 or float32")
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -176,7 +176,7 @@ class LoadedModels:
     model: Model
     drafting: list[DraftModel]
     speculators: tuple[str, ...]
-    limits: StepLimits
+    limits: BatchLimits
     limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
 
     def describe(self, settings: ComputeSettings, fingerprint: str) -> Loaded:
@@ -265,7 +265,7 @@ def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads 
         return total_bytes(workspaces)
 
 
-def max_sampled_of(limits: StepLimits) -> int:
+def max_sampled_of(limits: BatchLimits) -> int:
     """The rows of logits that a step may have."""
     return max(limits.max_num_seqs, PROMPT_ROWS)
 
@@ -279,7 +279,7 @@ def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[Cach
     return [each.cache_of_all_ranks for each in models if isinstance(each, Decoder)]
 
 
-def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
+def load_images(settings: ComputeSettings, limits: BatchLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
         return None
@@ -345,7 +345,7 @@ def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
+class CacheCapacity:
     """How many blocks the cache has, and how long a sequence can become in them."""
 
     num_blocks: int
@@ -354,21 +354,21 @@ class CacheSize:
 
 def size_cache(
     settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int, end: Group | Member | None,
-) -> CacheSize:  # fmt: skip
+) -> CacheCapacity:  # fmt: skip
     """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
     limit: the longest sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
     if end is not None:
         num_blocks = agree_on_blocks(end, num_blocks)
-    return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
+    return CacheCapacity(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(settings: ComputeSettings, limits: StepLimits, model: Model, limit: int | None) -> CacheSize:
+def size_encoder_cache(settings: ComputeSettings, limits: BatchLimits, model: Model, limit: int | None) -> CacheCapacity:
     """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
     they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
     num_blocks = limits.max_num_seqs * -(-(longest or limits.max_batched_tokens) // settings.block_size)
-    return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
+    return CacheCapacity(num_blocks, smallest(longest, num_blocks * settings.block_size))
 
 
 @overload
@@ -380,11 +380,11 @@ def smallest(limit: int | None, other: int | None) -> int | None: ...
 
 
 def smallest(limit: int | None, other: int | None) -> int | None:
-    """The smaller of two limits, of which either may be missing."""
+    """The smaller of two limits; None stands for no limit."""
     return min((each for each in (limit, other) if each is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, limits: StepLimits, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
     fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)

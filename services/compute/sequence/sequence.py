@@ -64,8 +64,9 @@ class Sequence:
     is_finished: bool = False
     num_cached_tokens: int = 0  # of the prompt, found computed when the sequence first began
     num_preemptions: int = 0
-    # prompt tokens after the first whose logprobs are computed, or will be by the step that was
-    # scheduled last
+    num_queued_tokens: int = 0  # when it was queued last: decisions may still come while it waits
+    # prompt tokens after the first whose logprobs are computed, by the step that was scheduled last at the
+    # latest
     num_scored_tokens: int = 0
     scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
     pooled: Array | None = None  # [hidden] float64, the sum of the hidden states pooled so far
@@ -89,8 +90,8 @@ class Sequence:
         return self.request.layout.chunk_end(self.kv.num_computed, len(self.tokens.ids)) - self.kv.num_computed
 
     def chunk(self, room: int, most: int) -> int:
-        """How many tokens are computed next, with room for so many, or for `most` if they are those
-        of an image that is computed whole."""
+        """How many tokens are computed next, with room for so many, or for `most` if they are of an image that
+        is computed whole."""
         count = min(self.longest_chunk, room)
         if not self.request.sees_whole_images or count <= 0:
             return count
@@ -159,7 +160,7 @@ class Prefix:
 
     @property
     def position(self) -> int:
-        """In the token log, of the token that the row decides."""
+        """The log position of the token that the row decides."""
         return self.num_output_tokens + 1
 
     @property
@@ -168,5 +169,5 @@ class Prefix:
 
     @property
     def previous_token_id(self) -> int:
-        """The one decided before it; -1: none."""
+        """The output token before the one that the row decides; -1 if there is none."""
         return self.sequence.tokens.ids[self.num_tokens - 1] if self.num_output_tokens else -1

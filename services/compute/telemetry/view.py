@@ -1,15 +1,19 @@
-"""The snapshot that the loop leaves for the heartbeat's thread to send, with a view of this replica if
-it is watched."""
+"""The figures that a replica announces about its work, and the snapshot that the loop leaves for the
+heartbeat's thread to send, with a view of this replica if it is watched."""
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from services.compute.speculation.speculation import Tally
+from services.compute.speculation.speculation import Speculation, Tally
+from services.compute.telemetry.step_meter import StepMeter
+from shared.wire.load import Load
 from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
 
 
@@ -17,6 +21,29 @@ from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView
 class Snapshot:
     entry_ids: tuple[bytes, ...] = ()  # of active requests, which stay this replica's
     view: ComputeView | None = None
+
+
+def load_figures(meter: StepMeter, scheduler: Scheduler, speculation: Speculation, *, num_active: int, **totals: Any) -> Load:
+    """The figures of a replica with num_active active requests. totals: numbers that its loop counts."""
+    blocks, peaks, cost = scheduler.block_manager, scheduler.admission.peaks, scheduler.step_cost.cost
+    return replace(
+        meter.load(),
+        running=len(scheduler.running),
+        waiting=num_active - len(scheduler.running),
+        max_num_seqs=scheduler.max_num_seqs,
+        preemptions=scheduler.num_preemptions,
+        kv_cache_usage=blocks.num_used_blocks / blocks.num_blocks,
+        prefix_cache_queries=scheduler.prefixes.num_queries,
+        prefix_cache_hits=scheduler.prefixes.num_hits,
+        predicted_peaks=None if peaks is None else peaks.num_predictions,
+        predicted_peaks_exceeded=None if peaks is None else peaks.num_exceeded,
+        predicted_peak_ratio_sum=None if peaks is None else peaks.sum_of_ratios,
+        step_cost_fixed_s=None if cost is None else cost.fixed_s,
+        step_cost_per_token_s=None if cost is None else cost.per_token_s,
+        step_cost_per_context_token_s=None if cost is None else cost.per_context_token_s,
+        **speculation.figures(),
+        **totals,
+    )
 
 
 def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Container[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
