@@ -2,13 +2,13 @@
 
 A block is held by the sequences in whose tables it is (its reference count), or it is free. A full
 block whose KV is written is also offered to the prefix cache, under a hash of its tokens chained to
-its parent's; it stays there when nobody holds it any more, until its place is needed: such blocks
-count as free, and are evicted in the order in which they were let go. A block that is cached or
-held twice is never written: who has to write into one gets a copy (copy-on-write).
+its parent's. It stays there when no sequence holds it any more, until its place is needed: such blocks
+count as free, and are evicted in the order in which they were released. A block that is cached or held
+twice is never written: a sequence that must write into one gets a copy (copy-on-write).
 
-A prefix is found to the token: behind its last whole block, the cached block that goes on with the
-most of its tokens is shared as far as they agree. So the block that a sequence ends in is cached,
-too, though it is not full.
+A prefix matches to the token: behind its last whole block, the cached block that goes on with the most
+of its tokens is shared as far as they agree. So the block that a sequence ends in is cached, too,
+though it is not full.
 """
 
 from collections import OrderedDict
@@ -43,13 +43,13 @@ class BlockManager:
         # their parents' hashes and their tokens; and by the parent's hash those that follow it, the last to come last
         self.origins: dict[int, tuple[bytes, list[int]]] = {}
         self.children: dict[bytes, dict[int, None]] = {}
-        # cached, held by nobody; least recently let go first
+        # cached, held by no sequence; the least recently released first
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.empty: list[int] = list(range(num_blocks - 1, -1, -1))
         self.copies: dict[int, int] = {}  # to: from, for the next step
-        # hashes and blocks that were offered to the prefix cache, for a second tier; None: there is none
+        # hashes and blocks that were offered to the prefix cache, for a second tier; None without one
         self.fresh: list[tuple[bytes, int]] | None = None
-        # hashes that have come into the prefix cache or have left it, for those who are told; None: nobody is
+        # hashes that have come into the prefix cache or have left it, for tokenizers; None: not recorded
         self.changes: dict[bytes, bool] | None = None
         self.num_evictions = 0
         self._num_unheld = 0  # within `without`: those that only that sequence holds
@@ -108,16 +108,15 @@ class BlockManager:
         return True
 
     def free(self, sequence: Sequence) -> None:
-        """Take all of the sequence's blocks back, the last first: what begins like it can use the
-        beginning for longer."""
+        """Take all of the sequence's blocks back, the last first, so that its beginning stays cached for
+        longest."""
         self._keep_tail(sequence)
         for block_id in reversed(sequence.kv.block_table):
             self._release(block_id)
         sequence.kv.clear()
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of the longest prefix of the sequence that is computed, of its reusable
-        tokens: a cached block is never written, and what is foreseen may come otherwise."""
+        """The cached blocks of the longest cached prefix of the sequence's reusable tokens."""
         return self._cached(chain.from_iterable(self._names(sequence))) if self.prefix_caching else []
 
     def reuse(self, sequence: Sequence) -> bool:
@@ -127,18 +126,18 @@ class BlockManager:
         if not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
             return False
         place = first // self.block_size
-        found = self._cached(self._names(sequence)[layout.at(first)])
-        num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in found)
-        if not found or place - len(sequence.kv.block_table) > self.num_free_blocks - num_unheld:
+        cached = self._cached(self._names(sequence)[layout.at(first)])
+        num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in cached)
+        if not cached or place - len(sequence.kv.block_table) > self.num_free_blocks - num_unheld:
             return False
-        for block_id in found:
+        for block_id in cached:
             self._hold(sequence, block_id)
         while len(sequence.kv.block_table) < place:  # blocks of holes alone
             sequence.kv.block_table.append(self._take())
-        for block_id in sequence.kv.block_table[place : place + len(found)]:
+        for block_id in sequence.kv.block_table[place : place + len(cached)]:
             self._release(block_id)
-        sequence.kv.block_table[place : place + len(found)] = found
-        sequence.kv.num_committed_blocks = place + len(found)
+        sequence.kv.block_table[place : place + len(cached)] = cached
+        sequence.kv.num_committed_blocks = place + len(cached)
         sequence.kv.num_computed = layout.skip_holes(sequence.kv.num_committed_blocks * self.block_size)
         return True
 
@@ -160,8 +159,8 @@ class BlockManager:
         return [self.cached_blocks[name] for name in takewhile(self.cached_blocks.__contains__, names)]
 
     def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
-        """Behind what `match` found: the cached block that begins with the most of the sequence's next
-        reusable tokens, and how many. None: there is none."""
+        """Behind the blocks that `match` returned: the cached block that begins with the most of the sequence's
+        next reusable tokens, and their number. None if there is none."""
         start = len(matched) * self.block_size
         wanted = sequence.tokens.ids[start : min(sequence.num_reusable_tokens, start + self.block_size)]
         children = self.children.get(self._parent(sequence, len(matched)), {}) if self.prefix_caching and wanted else {}
@@ -170,9 +169,9 @@ class BlockManager:
         return (longest, lengths[longest]) if longest is not None and lengths[longest] else None
 
     def missing(self, sequence: Sequence) -> list[list[bytes]]:
-        """For each segment of the sequence, the hashes of its reusable blocks that are not in the
-        prefix cache; none twice. No more than there is room for beside those that are, which count
-        as used last."""
+        """For each segment of the sequence, the hashes of its reusable blocks that are not in the prefix
+        cache; none twice. The cached ones count as used last, and there is room for the missing ones in
+        addition to those."""
         by_segment = [list(names) for names in self._names(sequence)]
         known = {name for names in by_segment for name in names if name in self.cached_blocks}
         unheld = dict.fromkeys(self.cached_blocks[name] for names in by_segment for name in names if name in known)
@@ -188,8 +187,8 @@ class BlockManager:
         return [own for own in missing if own]
 
     def adopt(self, sequence: Sequence, name: bytes) -> int:
-        """A free block for the keys and values of one of the sequence's blocks that is `missing`, which
-        come from elsewhere. It is in the prefix cache from now on, and held by nobody."""
+        """A free block for the keys and values of one of the sequence's `missing` blocks, which come from the
+        second tier. It is in the prefix cache from now on, and held by no sequence."""
         block_id = self._take()
         number = sequence.kv.block_hashes.index(name)
         self._offer(self._parent(sequence, number), self._tokens(sequence, number), name, block_id)
@@ -266,8 +265,8 @@ class BlockManager:
         return sequence.tokens.ids[number * self.block_size : (number + 1) * self.block_size]
 
     def _keep_tail(self, sequence: Sequence) -> None:
-        """Offer the last block of a sequence that is about to go, which is not full, as far as its
-        tokens are decided and computed: whoever goes on from there begins with it."""
+        """Offer the last block of a sequence that gives its blocks back, which is not full, as far as its
+        tokens are decided and computed: a sequence that goes on from there begins with it."""
         num_tokens = min(sequence.kv.num_computed, sequence.tokens.num_decided)
         number = num_tokens // self.block_size
         tokens = sequence.tokens.ids[number * self.block_size : num_tokens]

@@ -44,14 +44,14 @@ class Inbox:
         wait_for_any([self.news] if for_decisions else [self.news, self.requests], wait_s)
 
     def take_news(self) -> News | None:
-        """Take what has come; None while the read stands."""
+        """Take the messages that have come; None while Redis holds the read."""
         if not self.news.has_reply():
             return None
         reply = self.news.receive()[-1]
         return News(self.control.take(reply), self.decisions.take(reply), self.offered.take(reply))
 
     def take_prompts(self) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Prompts that have come, and entries that nobody can read."""
+        """Prompts that have come, and entries that can't be decoded."""
         return self.prompts.take(self.requests.receive()[-1]) if self.requests.has_reply() else ([], [])
 
     def close(self) -> None:
