@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from shared.model.prefix_hash import block_hash, segment_root
 from shared.process.errors import Invalid
@@ -45,8 +46,7 @@ def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
         raise Invalid("the segments are not the whole prompt, or the last one does not see all")
 
 
-@dataclass(frozen=True, slots=True)
-class RowContext:
+class RowContext(NamedTuple):
     """The blocks that attention reads for a row of tokens that a step computes."""
 
     blocks: tuple[int, ...]  # block ids, in the order in which attention reads them

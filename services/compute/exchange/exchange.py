@@ -145,7 +145,7 @@ class Exchange:
             self._recover(error)
         if (num_left := num_prompts - len(received.prompts)) > 0 and offers:
             # the prompts left over stay on offer: any replica may steal them, this one included
-            taken, dead = take_up(self.prompts, self.model, [each.entry_id for each in offers[:num_left]])
+            taken, dead = take_up(self.prompts, self.model, [offer.entry_id for offer in offers[:num_left]])
             received.prompts += taken
             self.num_taken_up += len(taken)
             received.dead += dead

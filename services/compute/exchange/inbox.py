@@ -34,7 +34,7 @@ class Inbox:
     def ask(self, num_prompts: int) -> None:
         """Leave the reads standing, the second for up to num_prompts prompts."""
         if not self.news.num_awaited:
-            last_ids = {each.stream.key: each.last_id for each in (self.decisions, self.control, self.offered)}
+            last_ids = {reader.stream.key: reader.last_id for reader in (self.decisions, self.control, self.offered)}
             self.news.send(lambda pipe: pipe.xread(last_ids, block=STANDING_MS))
         if num_prompts > 0 and not self.requests.num_awaited:
             self.requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS))

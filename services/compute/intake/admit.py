@@ -111,7 +111,7 @@ class Admitter:
     def num_places_elsewhere(self, depth: int) -> int:
         """How many sequences other replicas could take to have `depth` for each place, by their last
         figures."""
-        others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
+        others = [replica.load for replica in self.stage.registry.of("compute", self.model) if replica.replica_id != self.stage.replica_id]
         return int(sum(max(0, depth * (load.max_num_seqs or 0) - (load.running or 0) - (load.waiting or 0)) for load in others))
 
     def claim(self, num_wanted: int) -> None:
@@ -170,13 +170,13 @@ class Admitter:
 
         replies = self.stage.transport.run(ask)
         known = replies[2 * len(deliveries) :]
-        logs = dict(zip((each.entry_id for each in claimed), known[::2], strict=True))
-        over = [each for each, entries, in_flight in zip(claimed, known[::2], known[1::2], strict=True) if not entries and in_flight is None]
+        logs = dict(zip((delivery.entry_id for delivery in claimed), known[::2], strict=True))
+        over = [delivery.entry_id for delivery, entries, in_flight in zip(claimed, known[::2], known[1::2], strict=True) if not entries and in_flight is None]
         if over:  # they have ended, so long ago that their logs have expired
-            self.stage.transport.run(lambda pipe: self.exchange.prompts.finish(pipe, [each.entry_id for each in over]))
+            self.stage.transport.run(lambda pipe: self.exchange.prompts.finish(pipe, over))
         admitted = []
         for delivery, is_cancelled, reader in zip(deliveries, replies[0 : 2 * len(deliveries) : 2], replies[1 : 2 * len(deliveries) : 2], strict=True):
-            if any(delivery is each for each in over):
+            if delivery.entry_id in over:
                 log.info("a claimed request had ended long ago", request_id=delivery.message.request_id)
             elif is_cancelled:
                 self._refuse(delivery, None)
@@ -222,7 +222,7 @@ class Admitter:
         began = next((event.fingerprint for event in reversed(logged) if event.fingerprint), self.stage.fingerprint)
         if began == self.stage.fingerprint:
             return False
-        equal = [each.load for each in self.stage.registry.of("compute", self.model) if each.fingerprint == began]
+        equal = [replica.load for replica in self.stage.registry.of("compute", self.model) if replica.fingerprint == began]
         has_place = any((load.running or 0) + (load.waiting or 0) < (load.max_num_seqs or 0) for load in equal)
         if not has_place or delivery.entry_id in self._left_at:
             log.warning(

@@ -17,5 +17,5 @@ class Readers:
     def gone(self, gateway_ids: set[str], registry: Registry) -> set[str]:
         """The gateways that have been absent for longer than the grace, when the registry was read last."""
         now, absent = registry.looked_at, gateway_ids - registry.ids("gateway")
-        self._absent_since = {each: max(self._absent_since.get(each, now), registry.seen_since) for each in absent}
-        return {each for each, since in self._absent_since.items() if now - since > self.grace_s}
+        self._absent_since = {name: max(self._absent_since.get(name, now), registry.seen_since) for name in absent}
+        return {name for name, since in self._absent_since.items() if now - since > self.grace_s}

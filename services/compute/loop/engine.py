@@ -217,9 +217,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     is_encoder = not model.splits_prompts
     workspace_bytes = reserve(settings, loaded, heads)
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
-    found = fingerprint(settings, files, model.backend)
+    identity = fingerprint(settings, files, model.backend)
     if group is not None:
-        group.identify(loaded.describe(settings, found.name))
+        group.identify(loaded.describe(settings, identity.name))
     size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
@@ -238,29 +238,35 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
-    scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
+    scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder)
     stored = None if is_encoder else open_stored(settings, model, kv_cache, group)
-    tier = None if stored is None else KVTier(stored, scheduler.block_manager)
+    head_proposers = [] if heads is None else [make_head_proposer(heads, runner, settings)]
     return Engine(
-        scheduler, runner, tier=tier, images=images,
-        load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
-        pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
+        scheduler,
+        runner,
+        load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids),
+        max_model_len=size.max_model_len,
+        pooling=files.pooling or ("mean" if is_encoder else "last"),
+        fingerprint=identity.name,
+        is_encoder=is_encoder,
         no_segments=refuse_segments(model, settings.block_size),
-        speculators=speculators, proposers=(
-            *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
-            *chains,
-        ),
-        max_sampled=max_sampled_of(limits), num_stages=settings.pipeline_parallel_size,
-        publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
-    )  # fmt: skip
+        speculators=speculators,
+        proposers=(*head_proposers, *chains),
+        tier=None if stored is None else KVTier(stored, scheduler.block_manager),
+        images=images,
+        max_sampled=max_sampled_of(limits),
+        num_stages=settings.pipeline_parallel_size,
+        publish_interval_s=choose_publish_interval(settings, device),
+        step_timeout_s=choose_step_timeout(settings, device),
+    )
 
 
 def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
     """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
     with first_kernels(loaded.device):
-        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
+        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(draft.model for draft in loaded.drafting)]
         longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
-        workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
+        workspaces = [model.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for model in models]
         workspaces += [] if heads is None else [heads.workspace(num_tokens, longest)]
         return total_bytes(workspaces)
 
@@ -272,11 +278,11 @@ def max_sampled_of(limits: BatchLimits) -> int:
 
 def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
     """The models that have a KV cache: of all ranks together, where these have one memory."""
-    models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
+    models = [loaded.model, *(draft.model for draft in loaded.drafting if draft.has_own_kv)]
     is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
     if not is_one_memory:
-        return [each.config for each in models]
-    return [each.cache_of_all_ranks for each in models if isinstance(each, Decoder)]
+        return [model.config for model in models]
+    return [model.cache_of_all_ranks for model in models if isinstance(model, Decoder)]
 
 
 def load_images(settings: ComputeSettings, limits: BatchLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
@@ -286,9 +292,9 @@ def load_images(settings: ComputeSettings, limits: BatchLimits, files: ModelFile
     if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
         log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
         return None
-    if (least := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
+    if (needed := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
         reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
-        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {least}: {reason}")
+        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {needed}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
     return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)
@@ -381,7 +387,7 @@ def smallest(limit: int | None, other: int | None) -> int | None: ...
 
 def smallest(limit: int | None, other: int | None) -> int | None:
     """The smaller of two limits; None stands for no limit."""
-    return min((each for each in (limit, other) if each is not None), default=None)
+    return min((known for known in (limit, other) if known is not None), default=None)
 
 
 def make_scheduler(settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:

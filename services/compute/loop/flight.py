@@ -67,13 +67,13 @@ class Collected:
 def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey, Prefix]:
     """The rows of logits that a step samples, in its order, without those of sequences that have ended
     since, or whose rows were computed from a wrong token."""
-    found: dict[RowKey, Prefix] = {}
+    rows: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         sequence = scheduler.running.get(row.handle)
         if sequence is not None and sequence.kv.num_computed == row.num_context_tokens:
             prefixes = [Prefix(sequence, row.num_computed_tokens + index + 1) for index in row.sampled]
-            found.update({prefix.key: prefix for prefix in prefixes})
-    return found
+            rows.update({prefix.key: prefix for prefix in prefixes})
+    return rows
 
 
 def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
@@ -88,7 +88,7 @@ def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
 def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
     """The step's reduction has begun. A row that could not be edited gets no PENDING token, and the
     sequence's drafts behind it are dropped."""
-    edited = {each.prefix.key: each.prefix for each in reduction.edited}
+    edited = {row.prefix.key: row.prefix for row in reduction.edited}
     rows: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         prefixes = [edited[key] for key in takewhile(edited.__contains__, row.decides)]
@@ -111,7 +111,7 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
     rows = flight.reduction.finish()
     chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
-    drawn = {} if drawn_ids is None else dict(zip([each.prefix.key for each in flight.reduction.edited], drawn_ids.tolist(), strict=True))
+    drawn = {} if drawn_ids is None else dict(zip([row.prefix.key for row in flight.reduction.edited], drawn_ids.tolist(), strict=True))
     kept: set[RowKey] = set()
     decided: dict[int, int] = {}
     failures: dict[int, RequestError] = {}

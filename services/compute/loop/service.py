@@ -365,9 +365,12 @@ class ComputeService:
         if num_surplus <= 0:
             return
         waiting = [
-            each for each in self.scheduler.waiting if not each.has_begun and not each.tokens.num_output and each.handle not in self.scheduler.policy.apart
+            sequence
+            for sequence in self.scheduler.waiting
+            if not sequence.has_begun and not sequence.tokens.num_output and sequence.handle not in self.scheduler.policy.apart
         ]
-        surplus = [self.active[each.handle] for each in sorted(waiting, key=lambda each: (each.rank, each.handle))[-num_surplus:]]
+        waiting.sort(key=lambda sequence: (sequence.rank, sequence.handle))
+        surplus = [self.active[sequence.handle] for sequence in waiting[-num_surplus:]]
         for active in surplus:
             self.give_up(active, "handed over")
         self.release([active.entry_id for active in surplus])

@@ -186,21 +186,21 @@ class Predicted:
 
     def observe(self, running: Collection[Sequence]) -> None:
         self._running = list(running)
-        self.lengths.estimate([each.tokens.num_output for each in running])
+        self.lengths.estimate([sequence.tokens.num_output for sequence in running])
         self._blocks = self._future(self._running)
-        self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(len(each.kv.block_table) - each.kv.num_shared_blocks for each in running)
+        self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(len(sequence.kv.block_table) - sequence.kv.num_shared_blocks for sequence in running)
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
         shared = sum(self.block_manager.ref_counts[block_id] > 0 for block_id in matched)
-        mean, variance, most = (before + own for before, own in zip(self._blocks, self._future([sequence], shared), strict=True))
-        peak = float(np.minimum(mean + self._z * np.sqrt(variance), most).max()) + self._num_fixed_blocks
+        mean, variance, largest = (before + own for before, own in zip(self._blocks, self._future([sequence], shared), strict=True))
+        peak = float(np.minimum(mean + self._z * np.sqrt(variance), largest).max()) + self._num_fixed_blocks
         if self._running and peak > self.block_manager.num_blocks:
             return False
-        self._blocks = mean, variance, most
+        self._blocks = mean, variance, largest
         self._running.append(sequence)
         self._num_admitted += 1
         if self._num_admitted % COHORT_EVERY == 0 and len(self._cohorts) < MAX_COHORTS:
-            members = {each.handle: (len(each.tokens), each.tokens.num_output, each.kv.num_shared_blocks) for each in self._running}
+            members = {other.handle: (len(other.tokens), other.tokens.num_output, other.kv.num_shared_blocks) for other in self._running}
             members[sequence.handle] = (len(sequence.tokens), sequence.tokens.num_output, shared)
             self._cohorts.append(Cohort(peak - self._num_fixed_blocks, members, {}))
         return True
@@ -215,7 +215,7 @@ class Predicted:
         for cohort in self._cohorts:
             if sequence.handle in cohort.members:
                 cohort.num_remaining[sequence.handle] = length - cohort.members[sequence.handle][1]
-        for cohort in [each for each in self._cohorts if len(each.num_remaining) == len(each.members)]:
+        for cohort in [cohort for cohort in self._cohorts if len(cohort.num_remaining) == len(cohort.members)]:
             self._cohorts.remove(cohort)
             self._compare(cohort)
 
@@ -227,14 +227,14 @@ class Predicted:
         > g + t) / P(length > g), and then holds the blocks of t more tokens. num_shared: of the
         blocks that others hold; by default what each was begun with.
         """
-        mean, variance, most = np.zeros((3, len(self._horizon)))
+        mean, variance, largest = np.zeros((3, len(self._horizon)))
         if not sequences:
-            return mean, variance, most
-        now = np.array([len(each.tokens.ids) for each in sequences], np.int32)[:, None]
-        outputs = now - np.array([each.tokens.num_prompt for each in sequences], np.int32)[:, None]
+            return mean, variance, largest
+        now = np.array([len(sequence.tokens.ids) for sequence in sequences], np.int32)[:, None]
+        outputs = now - np.array([sequence.tokens.num_prompt for sequence in sequences], np.int32)[:, None]
         # a request for no tokens holds its prompt all the same
-        limits = np.array([max(each.request.params.max_tokens or 0, 1) for each in sequences], np.int32)[:, None]
-        shared = np.array([each.kv.num_shared_blocks for each in sequences])[:, None] if num_shared is None else num_shared
+        limits = np.array([max(sequence.request.params.max_tokens or 0, 1) for sequence in sequences], np.int32)[:, None]
+        shared = np.array([sequence.kv.num_shared_blocks for sequence in sequences])[:, None] if num_shared is None else num_shared
         # of the horizon, until the last must have ended
         size = int(np.searchsorted(self._horizon, (limits - outputs).max()))
         horizon = self._horizon[:size]
@@ -244,8 +244,8 @@ class Predicted:
         expected = alive * blocks
         mean[:size] = expected.sum(0)
         variance[:size] = np.einsum("sh,sh->h", expected, blocks - expected)
-        most[:size] = np.einsum("sh,sh->h", is_possible, blocks)
-        return mean, variance, most
+        largest[:size] = np.einsum("sh,sh->h", is_possible, blocks)
+        return mean, variance, largest
 
     def _compare(self, cohort: Cohort) -> None:
         """The real peak comes when one of the sequences ends: all that lived longer had then grown as far as

@@ -38,28 +38,28 @@ class NewStep:
 def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
     """The row of the sequence's next num_tokens tokens; the last num_drafts of them are drafts. The tokens
     count as computed from now on, and the prompt's logprobs that follow from them as scored."""
-    first, last = sequence.kv.num_computed, sequence.kv.num_computed + num_tokens
-    is_sampled = last == len(sequence.tokens.ids) and sequence.request.embedding is None
+    request, token_ids, kv, num_prompt = sequence.request, sequence.tokens.ids, sequence.kv, sequence.tokens.num_prompt
+    first, last = kv.num_computed, kv.num_computed + num_tokens
+    is_sampled = last == len(token_ids) and request.embedding is None
     sampled = range(num_tokens - 1 - num_drafts, num_tokens) if is_sampled else range(0)
     pooled = sequence.pooled_tokens(first, last)
     first_target, target_ids = (0, ()) if sequence.is_scored else take_targets(sequence, last)
-    context = sequence.request.layout.context(sequence.kv.block_table.frozen, first, num_tokens)
-    image_shift = sequence.request.position_shift if first >= sequence.tokens.num_prompt else 0
-    sequence.kv.advance(sequence.request.layout.skip_holes(last))
+    context = request.layout.context(kv.block_table.frozen, first, num_tokens)
+    kv.advance(request.layout.skip_holes(last))
     return BatchRow(
         handle=sequence.handle,
-        token_ids=tuple(sequence.tokens.ids[first:last]),
+        token_ids=tuple(token_ids[first:last]),
         num_computed_tokens=context.num_tokens,
         block_table=context.blocks,
         sampled=sampled,
-        num_prompt_tokens=sequence.tokens.num_prompt,
+        num_prompt_tokens=num_prompt,
         first_target=first_target,
         target_ids=target_ids,
         pooled=range(pooled.start - first, pooled.stop - first) if pooled else pooled,
-        position_shift=context.position_shift + image_shift,
+        position_shift=context.position_shift + (request.position_shift if first >= num_prompt else 0),
         block_lens=context.block_lens,
-        images=sequence.request.images_in(first, last),
-        sees_whole_images=sequence.request.sees_whole_images,
+        images=request.images_in(first, last),
+        sees_whole_images=request.sees_whole_images,
         positions=positions_of(sequence, first, last),
     )
 

@@ -215,8 +215,8 @@ class Scheduler:
         """Append drafts to the decodes of a step without prompts. Returns how many each gets."""
         if self.policy.drafting is None or step.chunks or self._is_apart:
             return [0] * len(step.decodes)
-        # where tenants bound the step, only the tenant that wants least may draft
-        able = [sequence for sequence in step.decodes if self.shares.least in (None, sequence.request.tenant_id)]
+        # where tenants bound the step, only the tenant with the least work may draft
+        able = [sequence for sequence in step.decodes if self.shares.lightest in (None, sequence.request.tenant_id)]
         room = min(self._budget(step, at_least=0), self.policy.drafting.max_sampled - len(step.decodes))
         num_spare = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
         drafts = self.policy.drafting.draft(able, room, self.block_manager, num_spare)

@@ -32,11 +32,11 @@ class Shares:
 
     def __init__(self) -> None:
         self.bound_s: float | None = None  # of the step; None if there is no bound
-        self.least: str | None = None  # the tenant with the least work
+        self.lightest: str | None = None  # the tenant with the least work
         self.is_prompts_turn = True  # the other tenants' prompts get a block at least
         self.num_awaited_tokens = 0  # kept for that tenant's prompts that wait
         self._cost: StepCost | None = None
-        self._num_least_tokens = 0
+        self._num_lightest_tokens = 0
         self._turns: dict[int, int] = {}  # by handle: the number of its last turn
         self._num_turns = 0
         self._num_bounded = 0  # bounded steps
@@ -56,7 +56,7 @@ class Shares:
         for sequence in running:
             num_tokens[sequence.request.tenant_id] += sequence.num_uncomputed_tokens
             num_context_tokens[sequence.request.tenant_id] += len(sequence.tokens)
-        self.bound_s = self.least = None
+        self.bound_s = self.lightest = None
         self.num_awaited_tokens = 0
         self.is_prompts_turn = True
         if cost is None:
@@ -69,38 +69,38 @@ class Shares:
         self.is_prompts_turn = self._num_bounded % PROMPTS_EVERY == 0
         wanted = {tenant_id: min(count, max_tokens) for tenant_id, count in num_tokens.items()}
         seconds = {tenant_id: cost.seconds(count, num_context_tokens[tenant_id]) for tenant_id, count in wanted.items()}
-        self.least = min(seconds, key=seconds.__getitem__)
-        alike_s = cost.seconds(len(wanted) * wanted[self.least], len(wanted) * num_context_tokens[self.least])
-        self.bound_s = max(alike_s, (1 + ADDED_SHARE * (len(wanted) - 1)) * seconds[self.least])
-        self._cost, self._num_least_tokens = cost, wanted[self.least]
-        self.num_awaited_tokens = min(waiting.get(self.least, 0), max_tokens)
+        self.lightest = min(seconds, key=seconds.__getitem__)
+        alike_s = cost.seconds(len(wanted) * wanted[self.lightest], len(wanted) * num_context_tokens[self.lightest])
+        self.bound_s = max(alike_s, (1 + ADDED_SHARE * (len(wanted) - 1)) * seconds[self.lightest])
+        self._cost, self._num_lightest_tokens = cost, wanted[self.lightest]
+        self.num_awaited_tokens = min(waiting.get(self.lightest, 0), max_tokens)
 
     def turns(self, decodes: list[Sequence]) -> list[Sequence]:
         """Choose among sequences that are one token behind. All those of the tenant with the least work run.
         The other tenants get one each by turns, as far as the bound allows; the sequence whose last turn
         was longest ago comes first."""
-        if self.least is None or self._cost is None or self.bound_s is None:
+        if self.lightest is None or self._cost is None or self.bound_s is None:
             self._turns.clear()
             return decodes
         by_tenant: dict[str, list[Sequence]] = {}
-        for sequence in sorted(decodes, key=lambda each: self._turns.get(each.handle, 0)):
+        for sequence in sorted(decodes, key=lambda decode: self._turns.get(decode.handle, 0)):
             by_tenant.setdefault(sequence.request.tenant_id, []).append(sequence)
-        chosen = by_tenant.pop(self.least, [])
-        num_tokens, num_context_tokens = self._num_least_tokens, sum([len(each.tokens) for each in chosen])
-        for sequence in [each for layer in zip_longest(*by_tenant.values()) for each in layer if each is not None]:
+        chosen = by_tenant.pop(self.lightest, [])
+        num_tokens, num_context_tokens = self._num_lightest_tokens, sum([len(sequence.tokens) for sequence in chosen])
+        for sequence in [decode for layer in zip_longest(*by_tenant.values()) for decode in layer if decode is not None]:
             num_tokens, num_context_tokens = num_tokens + 1, num_context_tokens + len(sequence.tokens)
             if chosen and self._cost.seconds(num_tokens, num_context_tokens) > self.bound_s:
                 break
             chosen.append(sequence)
-        latest = {each.handle: self._num_turns + number for number, each in enumerate(chosen, 1)}
+        latest = {sequence.handle: self._num_turns + number for number, sequence in enumerate(chosen, 1)}
         self._num_turns += len(chosen)
-        self._turns = {each.handle: self._turns.get(each.handle, 0) for each in decodes} | latest
+        self._turns = {sequence.handle: self._turns.get(sequence.handle, 0) for sequence in decodes} | latest
         return chosen
 
     def kept_from(self, sequence: Sequence) -> int:
         """The tokens of the step that are kept from this sequence's prompt."""
-        return 0 if sequence.request.tenant_id == self.least else self.num_awaited_tokens
+        return 0 if sequence.request.tenant_id == self.lightest else self.num_awaited_tokens
 
     def order(self, sequence: Sequence) -> tuple[bool, float, int]:
         """The order in which prompts get their chunks."""
-        return self.least is not None and sequence.request.tenant_id != self.least, sequence.rank, sequence.handle
+        return self.lightest is not None and sequence.request.tenant_id != self.lightest, sequence.rank, sequence.handle

@@ -52,6 +52,8 @@ class Request:
 
     def images_in(self, first: int, last: int) -> tuple[ImageRun, ...]:
         """The parts of images among the tokens [first, last), counted from `first`."""
+        if not self.images:
+            return ()
         return tuple(
             ImageRun(max(run.start - first, 0), min(run.end, last) - max(run.start, first), run.key, run.row + max(0, first - run.start))
             for run in self.images

@@ -89,8 +89,8 @@ class Sequence:
         """How many tokens may be computed next at once: a segment's, at most."""
         return self.request.layout.chunk_end(self.kv.num_computed, len(self.tokens.ids)) - self.kv.num_computed
 
-    def chunk(self, room: int, most: int) -> int:
-        """How many tokens are computed next, with room for so many, or for `most` if they are of an image that
+    def chunk(self, room: int, max_tokens: int) -> int:
+        """How many tokens are computed next, with room for so many, or for max_tokens if they are of an image that
         is computed whole."""
         count = min(self.longest_chunk, room)
         if not self.request.sees_whole_images or count <= 0:
@@ -101,7 +101,7 @@ class Sequence:
             return count
         if cut.start > first:
             return cut.start - first
-        return cut.end - first if cut.end - first <= most else 0
+        return cut.end - first if cut.end - first <= max_tokens else 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -138,8 +138,8 @@ class Sequence:
 
     def history(self, num_tokens: int) -> Array:
         """The first num_tokens, prompt and output, without holes and images: [n] int64."""
-        found = self.tokens.history(num_tokens)
-        return found if self.request.is_plain else found[found >= 0]
+        token_ids = self.tokens.history(num_tokens)
+        return token_ids if self.request.is_plain else token_ids[token_ids >= 0]
 
     def prefix(self) -> "Prefix":
         """All its tokens, as they are now."""

@@ -49,8 +49,8 @@ def load_figures(meter: StepMeter, scheduler: Scheduler, speculation: Speculatio
 def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Container[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
     """`running` and `tallies` have handles."""
     everything = list(active)
-    shown = sorted(everything, key=lambda each: (each.sequence.handle not in running, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]
-    views = [view_of(each, tallies.get(each.sequence.handle, Tally()), is_running=each.sequence.handle in running) for each in shown]
+    shown = sorted(everything, key=lambda request: (request.sequence.handle not in running, request.sequence.rank))[:MAX_SEQUENCES_SHOWN]
+    views = [view_of(request, tallies.get(request.sequence.handle, Tally()), is_running=request.sequence.handle in running) for request in shown]
     return ComputeView(replica_id, blocks.block_size, blocks.num_blocks, blocks.num_used_blocks, len(blocks.evictable), len(everything), tuple(views))
 
 
