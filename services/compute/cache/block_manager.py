@@ -254,8 +254,8 @@ class BlockManager:
         return hashes[number]
 
     def _parent(self, sequence: Sequence, number: int) -> bytes:
-        """The hash of what the sequence's number-th block goes on from: the block before it, or the
-        root of the sequence, or of a segment."""
+        """The hash that precedes the sequence's number-th block: of the block before it, or the root of the
+        sequence, or of a segment."""
         if number:
             self._hash(sequence, number - 1)  # so that the hashes of all blocks before it are there
         root = prefix_root(self.fingerprint, salt=sequence.request.cache_salt)

@@ -49,8 +49,8 @@ class Received:
 
 
 class Exchange:
-    """Owns this replica's lines, its place in the prompts group, and what is undecided. `active`,
-    by handle, is the service's."""
+    """Owns this replica's lines, its place in the prompts group, and its undecided rows. `active`, by handle,
+    is the service's."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Exchange:
         self.outbox.next.records += records
 
     def publish_held(self) -> None:
-        """Before something long: what is held back goes out now."""
+        """Send the rows that are held back: a long step begins."""
         if self.outbox.num_held:
             self._publish()
         if self.outbox.next.messages or self.outbox.next.records:
@@ -122,7 +122,7 @@ class Exchange:
 
     def receive(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
         """Receive what has come: decisions, control, and up to num_prompts prompts; if nothing has,
-        waits up to wait_s for what is awaited."""
+        waits up to wait_s for the first."""
         received, offers = Received(), list[Offer]()
         if self.outbox.num_held and (wait_s or self.outbox.is_overdue()):
             self._publish()
@@ -238,7 +238,7 @@ class Exchange:
         self._address(self.undecided.of(handles, self._step))
 
     def _publish(self) -> None:
-        """Queue what was held back for the next write."""
+        """Queue the rows that were held back for the next write."""
         self._follow_samplers()
         self._address(self.undecided.unsent(self._step))
         self.outbox.rows_are_queued()

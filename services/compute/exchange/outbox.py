@@ -71,7 +71,7 @@ class Outbox:
         return is_urgent or self.num_held >= self.max_held or now + step_s > self._published_at + self.publish_interval_s
 
     def is_overdue(self) -> bool:
-        """Whether what is held back has waited for the interval."""
+        """Whether the rows that are held back have waited for the interval."""
         return self.clock() > self._published_at + self.publish_interval_s
 
     def queue(self, messages: list[tuple[str, StepCandidates]]) -> None:

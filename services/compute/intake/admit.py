@@ -238,7 +238,7 @@ class Admitter:
         return True
 
     def _mistake(self, request: TokenizedRequest) -> RequestError | None:
-        """Why this model can't run the request; None: it can."""
+        """The reason why this model can't run the request; None if it can."""
         length = length_of(request.segments) if request.segments else len(request.prompt_token_ids)
         num_tokens, blocks = length + (request.params.max_tokens or 0), self.scheduler.block_manager
         if request.segments and (request.params.prompt_logprobs is not None or request.embedding is not None):
@@ -257,7 +257,7 @@ class Admitter:
         return None
 
     def _cannot_see(self, request: TokenizedRequest) -> str:
-        """Why the request's images can't be understood here; empty: they can."""
+        """The reason why the request's images can't be encoded here; empty if they can."""
         if self.images is None:
             return "this model's compute stage reads text only: images can't be understood"
         if request.segments or request.embedding is not None or request.params.prompt_logprobs is not None:

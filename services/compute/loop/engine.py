@@ -108,7 +108,7 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
         return ()
     if not model.is_row_invariant or settings.allow_batch_variance:
         say = log.info if settings.speculate == "auto" else log.warning
-        say("no speculation: this model's bits depend on what a step computes together", implementation=model.implementation)
+        say("no speculation: this model's results depend on the other sequences of a step", implementation=model.implementation)
         return ()
     return tuple(settings.speculate.split(","))
 
@@ -122,7 +122,7 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
 
 def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Place = ALONE) -> Model:
     """The model as the settings want it run, or this place's part of it. max_model_len: of the
-    sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
+    longest sequence, in tokens; None: as many as the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         return load_decoder(
@@ -177,7 +177,7 @@ class LoadedModels:
     drafting: list[DraftModel]
     speculators: tuple[str, ...]
     limits: BatchLimits
-    limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
+    limit: int | None  # the longest sequence wanted, in tokens; None: as many as the cache holds
 
     def describe(self, settings: ComputeSettings, fingerprint: str) -> Loaded:
         """The facts that the ranks compare. fingerprint: of the model. Raises StartupError."""
@@ -362,7 +362,7 @@ def size_cache(
     settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int, end: Group | Member | None,
 ) -> CacheCapacity:  # fmt: skip
     """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
-    limit: the longest sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
+    limit: the longest sequence wanted, in tokens; None: as many as the cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
     if end is not None:
         num_blocks = agree_on_blocks(end, num_blocks)
@@ -392,7 +392,7 @@ def smallest(limit: int | None, other: int | None) -> int | None:
 
 def make_scheduler(settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
-    fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
+    fits in a step, and no text shares another's blocks. kv_fingerprint: of the cache's contents."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
     return Scheduler(
         block_manager,

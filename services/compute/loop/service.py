@@ -452,7 +452,7 @@ class ComputeService:
                 self.cancel(active)
 
     def leave_snapshot(self) -> None:
-        """Leave the heartbeat what it sends: entries to keep, whenever requests have come or gone; figures
+        """Make the snapshot that the heartbeat sends: entries to keep, whenever requests have come or gone; figures
         and view now and then."""
         if self.admitter.num_changes != self._num_changes:
             self._num_changes = self.admitter.num_changes

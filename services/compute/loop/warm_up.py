@@ -61,7 +61,7 @@ def check_numbers(runner: ModelRunner, name: str) -> None:
     hidden = runner.run(batch)
     numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
     if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest
-        raise StartupError(f"{name}: what it computes are no numbers: the weights hold NaN or infinite values, or this dtype can't hold what they make")
+        raise StartupError(f"{name}: its results are NaN or infinite: its weights are, or this dtype can't hold its activations; try another --dtype")
 
 
 @contextmanager

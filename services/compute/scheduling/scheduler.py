@@ -196,34 +196,6 @@ class Scheduler:
         self.admission.ended(sequence, is_complete=is_complete)
         self._refused.clear()
 
-    def _can_run(self, sequence: Sequence) -> bool:
-        """Whether it is the sequence's turn, and enough of its tokens are decided."""
-        handle, tokens = sequence.handle, sequence.tokens
-        is_turn = (handle in self.policy.apart) == self._is_apart
-        if handle in self.policy.in_stages or (handle in self.policy.held and handle in self.running):
-            return False
-        return is_turn and not tokens.is_ending and tokens.num_undecided_steps <= self.run_ahead
-
-    def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
-        """The sequence's row of the step, which counts as computed from now on."""
-        row = advance(sequence, num_tokens, num_drafts)
-        if num_tokens > 1 or sequence.kv.num_computed % self.block_manager.block_size == 0:
-            self.block_manager.commit(sequence)
-        return row
-
-    def _add_drafts(self, step: NewStep) -> list[int]:
-        """Append drafts to the decodes of a step without prompts. Returns how many each gets."""
-        if self.policy.drafting is None or step.chunks or self._is_apart:
-            return [0] * len(step.decodes)
-        # where tenants bound the step, only the tenant with the least work may draft
-        able = [sequence for sequence in step.decodes if self.shares.lightest in (None, sequence.request.tenant_id)]
-        room = min(self._budget(step, at_least=0), self.policy.drafting.max_sampled - len(step.decodes))
-        num_spare = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
-        drafts = self.policy.drafting.draft(able, room, self.block_manager, num_spare)
-        for handle, token_ids in drafts.items():
-            self.running[handle].tokens.draft(token_ids)
-        return [len(drafts.get(sequence.handle, ())) for sequence in step.decodes]
-
     def _schedule_decodes(self, step: NewStep) -> list[Sequence]:
         """Schedule the sequences that are one token behind. Returns those that are further behind."""
         able = [sequence for sequence in self.running.values() if self._can_run(sequence)]
@@ -384,6 +356,34 @@ class Scheduler:
         if num_tokens:  # otherwise its image waits for a step with more room
             step.chunks.append((sequence, num_tokens))
         return num_tokens
+
+    def _can_run(self, sequence: Sequence) -> bool:
+        """Whether it is the sequence's turn, and enough of its tokens are decided."""
+        handle, tokens = sequence.handle, sequence.tokens
+        is_turn = (handle in self.policy.apart) == self._is_apart
+        if handle in self.policy.in_stages or (handle in self.policy.held and handle in self.running):
+            return False
+        return is_turn and not tokens.is_ending and tokens.num_undecided_steps <= self.run_ahead
+
+    def _add_drafts(self, step: NewStep) -> list[int]:
+        """Append drafts to the decodes of a step without prompts. Returns how many each gets."""
+        if self.policy.drafting is None or step.chunks or self._is_apart:
+            return [0] * len(step.decodes)
+        # where tenants bound the step, only the tenant with the least work may draft
+        able = [sequence for sequence in step.decodes if self.shares.lightest in (None, sequence.request.tenant_id)]
+        room = min(self._budget(step, at_least=0), self.policy.drafting.max_sampled - len(step.decodes))
+        num_spare = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
+        drafts = self.policy.drafting.draft(able, room, self.block_manager, num_spare)
+        for handle, token_ids in drafts.items():
+            self.running[handle].tokens.draft(token_ids)
+        return [len(drafts.get(sequence.handle, ())) for sequence in step.decodes]
+
+    def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
+        """The sequence's row of the step, which counts as computed from now on."""
+        row = advance(sequence, num_tokens, num_drafts)
+        if num_tokens > 1 or sequence.kv.num_computed % self.block_manager.block_size == 0:
+            self.block_manager.commit(sequence)
+        return row
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: NewStep) -> bool:
         """Take blocks for the running sequence's first num_tokens tokens; if too few are free, preempt the

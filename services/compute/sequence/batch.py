@@ -104,5 +104,5 @@ class ScheduledBatch:
     @property
     def firsts(self) -> list[RowKey]:
         """The first token that the step decides of each sequence that it samples. The others follow
-        drafts: a row of theirs that comes to nothing is computed again, if its drafts are drawn."""
+        drafts: a row of theirs that is dropped is computed again, if its drafts are drawn."""
         return [row.decides[0] for row in self.rows if row.sampled]
