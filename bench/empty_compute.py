@@ -12,10 +12,8 @@ import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
-from services.compute.exchange.active import ActiveRequest
+from services.compute.exchange.active import ActiveRequest, Attempts, Decision
 from services.compute.exchange.exchange import Exchange
-from services.compute.exchange.undecided import Decision
-from services.compute.intake.quarantine import Attempts
 from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.decision import Draws, decide
 from shared.model.files import open_model
@@ -121,8 +119,8 @@ class EmptyCompute:
         if decision.token_id != active.sequence.tokens.ids[active.sequence.tokens.num_decided - 1]:
             raise RuntimeError("the sampler decided another token than the one foreseen: nothing to measure with")
         if decision.is_finished:
-            del self.active[decision.handle]
             self.exchange.forget(active, tell_sampler=False)
+            del self.active[decision.handle]
 
     def admit(self, deliveries: list[Delivery]) -> None:
         """Asks Redis what a compute stage asks, and writes down what it writes."""

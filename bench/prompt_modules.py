@@ -42,7 +42,7 @@ from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
-from shared.model.segments import Layout, Segment
+from shared.model.segments import Segment, layout_of
 
 BLOCK_SIZE = 16
 CHUNK = 512  # tokens
@@ -113,8 +113,8 @@ class Reader:
 
     def logs(self, token_ids: Many[int], segments: tuple[Segment, ...], num_last: int) -> tuple[float, int]:
         """The sum of the last tokens' log probabilities, and how many of them are the likeliest. segments: none: one text."""
-        layout = Layout(segments, BLOCK_SIZE) if segments else None
-        slots = list(token_ids) if layout is None else layout.pad(token_ids)
+        layout = layout_of(segments, BLOCK_SIZE)
+        slots = layout.pad(token_ids)
         sequence = Sequence(Request(0, "", SamplingParams(), layout=layout), Tokens(slots), Kv(block_table=BlockTable(range(-(-len(slots) // BLOCK_SIZE)))))
         total, num_likeliest = 0.0, 0
         while sequence.num_uncomputed_tokens:

@@ -21,8 +21,10 @@ import numpy as np
 import redis
 
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.exchange.active import ActiveRequest, Decision
 from services.compute.exchange.exchange import RESEND_EVERY_S
-from services.compute.exchange.undecided import Decision, Undecided
+from services.compute.exchange.undecided import Undecided
+from services.compute.sequence import Request, Sequence, Tokens
 from services.operator.redis_server import socket_path, start_server
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService
@@ -30,7 +32,7 @@ from shared.model.arrays import Array
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
-from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, TokenEvent, decode, encode
+from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, TokenEvent, TokenizedRequest, decode, encode
 from shared.wire.stage import Stage
 from shared.wire.streams import MESSAGE, decisions, log_key
 
@@ -74,12 +76,17 @@ def rows_at(position: int, previous: Array) -> CandidateRows:
 def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int, int]:
     """Compute's side, until all is decided. Returns the seconds to the first and to the last decision, how often it would have sent again, and how many
     messages there were."""
-    undecided, last_id, first_s, sent_again, answers = Undecided(), "0-0", 0.0, 0, 0
+    request = TokenizedRequest("bench", "", "", SamplingParams(), np.zeros(1, np.int32), ())
+    active = {
+        handle: ActiveRequest(Sequence(Request(handle, "bench", SamplingParams()), Tokens([0])), request, b"", None, sampler_id="sampler-bench")
+        for handle in rows.handles.tolist()
+    }
+    undecided, last_id, first_s, sent_again, answers = Undecided(active), "0-0", 0.0, 0, 0
     begun.wait()
     began = time.monotonic()
     undecided.add(rows, 1)
     undecided.unsent(1)
-    while undecided.rows:
+    while undecided.handles:
         reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(RESEND_EVERY_S * 1000))
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
             for entry_id, values in [each for group in entries for each in group] if isinstance(reply, dict) else entries:
@@ -90,7 +97,7 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
                 if undecided.settle(message.step, decided):
                     first_s = first_s or time.monotonic() - began
                     answers += 1
-        if late := undecided.silent(dict.fromkeys(undecided.rows, "sampler-bench")):
+        if late := undecided.silent():
             sent_again += 1
             undecided.of(late, 1)
     return first_s, time.monotonic() - began, sent_again, answers

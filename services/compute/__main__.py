@@ -22,8 +22,8 @@ def main() -> None:
     if (num_layers := files.config.get("num_hidden_layers")) is not None:
         check_stages(settings.pipeline_parallel_size, num_layers)
 
-    # torch takes seconds to import: only in the functions below, so that a bad setting, or a rank that
-    # does not fit in, is told at once
+    # torch takes seconds to import: only the functions below do, so that a bad setting, or a rank that
+    # does not fit in, ends the program at once
     if rank:
         with join_group(settings) as member:
             return follow(settings, files, member)
@@ -47,7 +47,14 @@ def serve(settings: ComputeSettings, files: ModelFiles, group: Group | None) -> 
         from services.compute.weights.sizes import sizes_of, weights_of
 
     engine = build_engine(settings, files, group)
-    stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
+    stage = Stage(
+        "compute",
+        settings,
+        model=files.name,
+        aliases=files.aliases,
+        max_model_len=engine.max_model_len,
+        step_timeout_s=engine.step_timeout_s,
+    )
     stage.fingerprint = engine.fingerprint
     stage.is_encoder = engine.is_encoder
     stage.labels, stage.is_multi_label = files.labels, files.is_multi_label

@@ -184,7 +184,7 @@ def simulate_replica(args: argparse.Namespace, requests: list[TraceRequest], mac
     scheduler = limits_of(args).scheduler(Scheduler, machine.kv_tokens)
     result = replay(scheduler, requests, lambda batch: machine.cost.seconds(Work.of(batch)), max_total_tokens=args.max_total_tokens, progress=True)
     print(describe(result, machine.price))
-    peaks = scheduler.admission.calibration
+    peaks = scheduler.admission.peaks
     if peaks is not None and peaks.num_predictions:
         ratio = peaks.sum_of_ratios / peaks.num_predictions
         print(f"predicted peaks of KV memory: {peaks.num_exceeded} of {peaks.num_predictions} exceeded, real / predicted {ratio:.2f} in the mean")

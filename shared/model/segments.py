@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from shared.model.prefix_hash import block_hash, segment_root
 from shared.process.errors import Invalid
@@ -43,6 +44,51 @@ def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
             raise Invalid(f"segment {number} is empty, before the first position, or sees what is not before it")
     if segments and (sum(each.num_tokens for each in segments) != num_tokens or len(segments[-1].sees) != len(segments) - 1):
         raise Invalid("the segments are not the whole prompt, or the last one does not see all")
+
+
+class RowContext(NamedTuple):
+    """The blocks that attention reads for a row of tokens that a step computes."""
+
+    blocks: tuple[int, ...]  # block ids, in the order in which attention reads them
+    num_tokens: int  # slots in those blocks before the row's first token
+    position_shift: int = 0  # position less index among the slots
+    block_lens: tuple[int, ...] = ()  # tokens of each block, where some have holes; empty: no block has
+
+
+class PlainLayout:
+    """The layout of a prompt without segments: each token sees all before it, and there are no holes. Has
+    the methods of Layout."""
+
+    segments: tuple[Segment, ...] = ()
+    starts = (0,)
+    num_holes = 0
+
+    def at(self, slot: int) -> int:  # noqa: ARG002
+        return 0
+
+    def skip_holes(self, slot: int) -> int:
+        return slot
+
+    def num_tokens_in(self, num_slots: int) -> int:
+        return num_slots
+
+    def pad(self, token_ids: Sequence[int]) -> list[int]:
+        return list(token_ids)
+
+    def chunk_end(self, first: int, last: int) -> int:  # noqa: ARG002
+        return last
+
+    def num_slots_to_begin(self, num_slots: int, most: int) -> int:
+        return min(num_slots, most)
+
+    def context(self, blocks: tuple[int, ...], first: int, num_tokens: int) -> RowContext:  # noqa: ARG002
+        return RowContext(blocks, first)
+
+    def parent(self, root: bytes, hashes: Sequence[bytes], block: int) -> bytes:
+        return hashes[block - 1] if block else root
+
+
+PLAIN_LAYOUT = PlainLayout()
 
 
 @dataclass(frozen=True)
@@ -114,6 +160,35 @@ class Layout:
             min(size, max(0, self.end(number) - block * size)) for number in range(len(self.segments) - 1) for block in self.all_blocks(number)
         ]  # fmt: skip
 
+    def chunk_end(self, first: int, last: int) -> int:
+        """Where a chunk of the slots [first, last) must end: it has tokens of one segment."""
+        return last if first >= self.starts[-1] else min(last, self.end(self.at(first)))
+
+    def num_slots_to_begin(self, num_slots: int, most: int) -> int:  # noqa: ARG002
+        """How many of a sequence's slots must have room in the cache before it begins, if its first chunk
+        ends at `most`. With segments, all: later ones may be found in the cache, and are held from then
+        on."""
+        return num_slots
+
+    def context(self, blocks: tuple[int, ...], first: int, num_tokens: int) -> RowContext:
+        """The context of some tokens of one segment, from the slot `first` on: the blocks that the segment
+        sees, then its own. blocks: of the sequence."""
+        number, size = self.at(first), self.block_size
+        start, end = self.starts[number], -(-(first + num_tokens) // size)
+        own = blocks[start // size : end]
+        if number == len(self.segments) - 1:  # it sees all
+            seen, lens = blocks[: start // size], self.block_lens
+        else:
+            places = self.seen_blocks(number)
+            seen, lens = tuple(blocks[each] for each in places), [self.block_lens[each] for each in places]
+        num_seen = len(seen) * size
+        return RowContext(
+            blocks=(*seen, *own),
+            num_tokens=num_seen + first - start,
+            position_shift=self.segments[number].position - num_seen,
+            block_lens=(*lens, *(size,) * len(own)),
+        )
+
     def parent(self, root: bytes, hashes: Sequence[bytes], block: int) -> bytes:
         """The hash of what a block goes on from. hashes: of all blocks before it, at least."""
         number = self.at(block * self.block_size)
@@ -121,6 +196,11 @@ class Layout:
             return hashes[block - 1]
         segment = self.segments[number]
         return segment_root(root, segment.position, [hashes[self.all_blocks(each)[-1]] for each in segment.sees])
+
+
+def layout_of(segments: Sequence[Segment], block_size: int) -> Layout | PlainLayout:
+    """The layout of a prompt with these segments, or with none."""
+    return Layout(tuple(segments), block_size) if segments else PLAIN_LAYOUT
 
 
 def length_of(segments: Sequence[Segment]) -> int:

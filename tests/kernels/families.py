@@ -52,7 +52,7 @@ from services.compute.weights.gguf_modules import load_gguf_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
-from shared.model.segments import Layout, Segment
+from shared.model.segments import Segment, layout_of
 from shared.model.vision.images import PlacedPrompt
 from shared.wire.logprobs import PromptLogprobs
 from tests.kernels.backends import CPU
@@ -197,8 +197,8 @@ class Engine:
         With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best. segments, images: of each prompt.
         """
         params = SamplingParams(max_tokens=num_tokens, prompt_logprobs=prompt_logprobs)
-        layouts = [Layout(each, self.scheduler.block_manager.block_size) for each in segments] if segments else [None] * len(prompts)
-        placed = [list(prompt) if layout is None else layout.pad(prompt) for prompt, layout in zip(prompts, layouts, strict=True)]
+        layouts = [layout_of(each, self.scheduler.block_manager.block_size) for each in segments or [()] * len(prompts)]
+        placed = [layout.pad(prompt) for prompt, layout in zip(prompts, layouts, strict=True)]
         requests = [Request(number, str(number), params, group_id=group_id, layout=layout) for number, layout in enumerate(layouts)]
         if images:
             requests = [

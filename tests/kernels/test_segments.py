@@ -13,7 +13,7 @@ from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.backends.torch.reference import kv_row_size, write_kv
 from shared.model.files import DEMO_MODEL
-from shared.model.segments import HOLE, Layout, Segment, check_segments
+from shared.model.segments import HOLE, Layout, Segment, check_segments, layout_of
 from shared.process.errors import Invalid
 from tests.kernels.backends import CPU, FLOAT32, native_backend
 from tests.kernels.families import SIZES, Engine, reference_model
@@ -200,6 +200,20 @@ def test_a_layout() -> None:
     assert [layout.skip_holes(slot) for slot in (0, 4, 5, 15, 16, 31, 32, 49, 60, 64, 90)] == [0, 4, 16, 16, 16, 31, 32, 64, 64, 64, 90]
     assert [layout.num_tokens_in(slot) for slot in (0, 5, 9, 16, 32, 33, 49, 64, 70)] == [0, 5, 5, 5, 21, 22, 38, 38, 44]
     assert layout.seen_blocks(2) == [0, 1] and layout.seen_blocks(3) == list(range(8))
+    assert [layout.chunk_end(first, 70) for first in (0, 3, 16, 40, 64, 66)] == [5, 5, 32, 49, 70, 70] and layout.chunk_end(16, 20) == 20
+
+
+def test_a_prompt_without_segments_is_laid_out_as_one_segment() -> None:
+    plain, single, tokens = layout_of((), 8), layout_of((Segment(40, 0),), 8), list(range(40))
+    assert plain.pad(tokens) == single.pad(tokens) == tokens and plain.num_holes == single.num_holes == 0
+    assert list(plain.starts) == single.starts and plain.num_slots_to_begin(67, 16) == 16
+    for slot in (0, 7, 8, 39, 40, 66):
+        for layout in (plain, single):
+            assert (layout.at(slot), layout.skip_holes(slot), layout.num_tokens_in(slot), layout.chunk_end(slot, 70)) == (0, slot, slot, 70)
+    hashes = [bytes([number]) for number in range(5)]
+    assert [plain.parent(b"root", hashes, block) for block in range(5)] == [single.parent(b"root", hashes, block) for block in range(5)]
+    blocks = (9, 4, 7, 1, 2)
+    assert plain.context(blocks, 8, 32) == single.context(blocks, 8, 32)._replace(block_lens=())
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import redis
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.exchange import inbox as inbox_module
-from services.compute.exchange import undecided as undecided_module
-from services.compute.exchange.active import ActiveRequest
+from services.compute.exchange.active import ActiveRequest, Decision
 from services.compute.exchange.exchange import Exchange
-from services.compute.exchange.undecided import FIRST_PATIENCE_S, LONGEST_PATIENCE_S, MAX_SILENCES, Decision, Undecided
+from services.compute.exchange.undecided import FIRST_PATIENCE_S, LONGEST_PATIENCE_S, MAX_SILENCES, Undecided
 from services.compute.sequence import Request, Sequence, Tokens
 from services.operator.redis_server import socket_path
 from shared.model.sampling_params import SamplingParams
@@ -55,75 +54,79 @@ def decision(handle: int, position: int, token_id: int = 5) -> Decision:
 
 
 class Clock:
-    """Stands for the module `time`."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(undecided_module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
+
+
+def active_request(handle: int, sampler_id: str | None = None) -> ActiveRequest:
+    request = TokenizedRequest(f"r{handle}.0", "gateway-1", MODEL, PARAMS, ids(5, 6), ())
+    sequence = Sequence(Request(handle, request.request_id, PARAMS), Tokens([5, 6], 2))
+    return ActiveRequest(sequence, request, b"0-1", "gateway-1", sampler_id)
+
+
+@pytest.fixture
+def undecided(clock: Clock) -> Undecided:
+    """Two sequences, which one sampler has."""
+    return Undecided({handle: active_request(handle, "sampler-1") for handle in (1, 2)}, clock)
 
 
 # --- what is undecided
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(1, 5))))
-def test_decisions_pass_once_and_in_the_order_of_their_positions(order: tuple[int, ...]) -> None:
+def test_decisions_pass_once_and_in_the_order_of_their_positions(order: tuple[int, ...], undecided: Undecided) -> None:
     """Run ahead by three tokens, and two samplers that answer all of it, in whatever order that arrives."""
-    undecided = Undecided()
     for step in range(1, 5):
         undecided.add(rows_of((1, step)), step)
     passed = [each.position for position in order for each in undecided.settle(9, [decision(1, position), decision(1, position)])]
-    assert passed == [1, 2, 3, 4] and undecided.rows == {} and undecided.early == {}
+    assert passed == [1, 2, 3, 4] and undecided.handles == [] and undecided.active[1].early == {}
     assert undecided.settle(9, [decision(1, position) for position in order]) == []
 
 
-def test_a_decision_of_an_earlier_life_is_nobodys() -> None:
+def test_a_decision_of_an_earlier_life_is_nobodys(undecided: Undecided) -> None:
     """The replica's handles began again from 1: what was decided for the sequence that had this one is about another request."""
-    undecided = Undecided()
     undecided.add(rows_of((1, 1)), 50)
     assert undecided.settle(49, [decision(1, 1, 7)]) == []
     assert undecided.settle(50, [decision(1, 1, 5)]) == [decision(1, 1, 5)]
 
 
-def test_what_was_cut_off_is_not_waited_for_and_what_came_early_for_it_is_dropped() -> None:
-    undecided = Undecided()
+def test_what_was_cut_off_is_not_waited_for_and_what_came_early_for_it_is_dropped(undecided: Undecided) -> None:
     for step in (1, 2, 3):
         undecided.add(rows_of((1, step)), step)
     assert undecided.settle(3, [decision(1, 3)]) == []
-    undecided.forget(1, after_position=1)
+    undecided.truncate(1, 1)
     undecided.add(rows_of((1, 2)), 4)
     undecided.add(rows_of((1, 3)), 5)
     assert [each.position for each in undecided.settle(5, [decision(1, 1), decision(1, 2)])] == [1, 2]
-    assert [*undecided.rows] == [1] and [*undecided.rows[1]] == [3]
+    assert undecided.handles == [1] and [*undecided.active[1].rows] == [3]
 
 
-def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_speaks(clock: Clock) -> None:
-    undecided, asked = Undecided(), []
+def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_speaks(undecided: Undecided, clock: Clock) -> None:
+    asked = []
     ask(undecided, rows_of((1, 1)), 1)
     began = clock.now
     while clock.now < began + 100:
         clock.now += 0.5
-        if late := undecided.silent({1: "sampler-1"}):
+        if late := undecided.silent():
             undecided.of(late, 2)
             asked.append(clock.now - began)
     gaps = [after - before for before, after in itertools.pairwise([0.0, *asked])]
     assert gaps == [gap + 0.5 for gap in (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S, LONGEST_PATIENCE_S)][: len(gaps)] and len(gaps) >= 5
     undecided.record_reply("sampler-1", 1)
     clock.now += FIRST_PATIENCE_S + 0.1
-    assert undecided.silent({1: "sampler-1"}) == [1]
+    assert undecided.silent() == [1]
 
 
-def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
+def test_silence_gives_a_request_up_and_nothing_else_does(undecided: Undecided, clock: Clock) -> None:
     """A Redis that is away for long, or samplers that come and go, have rows sent again and again: that is nobody's silence."""
-    undecided = Undecided()
     ask(undecided, rows_of((1, 1)), 1)
     for _ in range(10 * MAX_SILENCES):
         undecided.of([1], 2)
@@ -131,35 +134,34 @@ def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
     for number in range(MAX_SILENCES + 1):
         assert undecided.given_up() == [], number
         clock.now += LONGEST_PATIENCE_S + 1
-        assert undecided.silent({1: "sampler-1"}) == [1]
+        assert undecided.silent() == [1]
         undecided.of([1], 2)
     assert undecided.given_up() == [1]
 
 
-def test_what_could_not_be_heard_is_no_silence(clock: Clock) -> None:
+def test_what_could_not_be_heard_is_no_silence(undecided: Undecided, clock: Clock) -> None:
     """Compute was stopped, or its Redis away: the sampler's patience begins when compute sees again."""
-    undecided = Undecided()
     ask(undecided, rows_of((1, 1)), 1)
     clock.now += 300.0
-    assert undecided.silent({1: "sampler-1"}, seen_since=clock.now) == []
+    assert undecided.silent(seen_since=clock.now) == []
     clock.now += FIRST_PATIENCE_S + 0.1
-    assert undecided.silent({1: "sampler-1"}, seen_since=clock.now - FIRST_PATIENCE_S - 0.1) == [1]
+    assert undecided.silent(seen_since=clock.now - FIRST_PATIENCE_S - 0.1) == [1]
 
 
 @pytest.mark.parametrize("answers_later", [True, False])
-def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(answers_later: bool, clock: Clock) -> None:
+def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(answers_later: bool, undecided: Undecided, clock: Clock) -> None:
     """Others of its sequences go on, so it is never silent; yet this row will not come by itself.
 
     A later message's answer shows it at once: a sampler takes its messages in order.
     """
-    undecided, asked_at, began = Undecided(), [], clock.now
+    asked_at, began = [], clock.now
     ask(undecided, rows_of((1, 1)), 1)
     for step in range(2, 200):
         ask(undecided, rows_of((2, step)), step)
         clock.now += 0.5
         undecided.record_reply("sampler-1", step if answers_later else 1)
         undecided.settle(step, [decision(2, step)])
-        if undecided.silent({1: "sampler-1", 2: "sampler-1"}) == [1]:
+        if undecided.silent() == [1]:
             asked_at.append(clock.now - began)
             undecided.of([1], step)
     gaps = [after - before for before, after in itertools.pairwise([0.0, *asked_at])]
@@ -187,8 +189,7 @@ class Peer:
 
     def add(self, *handles: int) -> None:
         for handle in handles:
-            request = TokenizedRequest(f"r{handle}.0", "gateway-1", MODEL, PARAMS, ids(5, 6), ())
-            self.active[handle] = ActiveRequest(Sequence(Request(handle, request.request_id, PARAMS), Tokens([5, 6], 2)), request, b"0-1", "gateway-1")
+            self.active[handle] = active_request(handle)
 
     def sampler_of(self, handle: int, *samplers: str) -> str | None:
         return choose_replica(f"r{handle}.0", samplers)
@@ -271,7 +272,9 @@ def make_peer(url: str) -> Iterator[Callable[..., Peer]]:
 def peer(make_peer: Callable[..., Peer], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Peer:
     """Its patience never ends: no time passes for it."""
     monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
-    return make_peer()
+    peer = make_peer()
+    peer.exchange.undecided.clock = clock
+    return peer
 
 
 def keys_of(messages: list[StepCandidates]) -> list[list[tuple[int, int]]]:
@@ -370,7 +373,7 @@ def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(make_peer: C
     (both,) = peer.asked_soon("sampler-1")
     assert keys_of([both]) == [[(2, 4), (1, 5), (2, 5), (1, 6)]], "with what is urgent"
     peer.decide("sampler-1", both.step, *((handle, position, 5) for handle, last in ((1, 6), (2, 5)) for position in range(1, last + 1)))
-    assert len(peer.collect(11)) == 11 and not peer.exchange.undecided.rows
+    assert len(peer.collect(11)) == 11 and not peer.exchange.undecided.handles
     peer.exchange.send(rows_of((1, 7)), is_urgent=False)
     assert keys_of(peer.asked_after_a_while("sampler-1")) == [[(1, 7)]], "compute waits, and so does nothing else"
 
@@ -384,8 +387,8 @@ def test_held_rows_are_dropped_with_what_they_were_computed_upon(make_peer: Call
     peer.asked_soon("sampler-1")
     for position in (2, 3, 4):
         peer.exchange.send(rows_of((1, position), (2, position), (3, position)), is_urgent=False)
-    peer.exchange.undecided.forget(1, after_position=2)  # decided otherwise: computed again from there
-    peer.exchange.undecided.forget(2)
+    peer.exchange.undecided.truncate(1, 2)  # decided otherwise: computed again from there
+    del peer.active[2]
     again = rows_of((1, 3))
     again.token_ids[:] = 77
     peer.exchange.send(again)

@@ -308,5 +308,5 @@ def test_replicas_tell_what_is_in_their_prefix_caches(place: Place) -> None:
     assert tell_them() == {names[1][:8], names[5][:8]}
     blocks.cached_blocks = dict.fromkeys((number.to_bytes(16, "little") for number in range(2 * AT_ONCE + 1)), 0)
     place.client.delete(prefixes_key("compute-1"))
-    told._told_at -= 6
+    told._written_at -= 6
     assert len(tell_them()) == 2 * AT_ONCE + 1, "and all of it, when the set may have expired"

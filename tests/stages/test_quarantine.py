@@ -12,8 +12,9 @@ import pytest
 import redis
 
 from services.compute.cache.block_manager import BlockManager
+from services.compute.exchange.active import ActiveRequest, Attempts, queue_records
 from services.compute.intake.admit import is_prepared
-from services.compute.intake.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
+from services.compute.intake.quarantine import MAX_ALONE, Quarantine, is_poison
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
@@ -36,13 +37,18 @@ def quarantine(url: str) -> Iterator[Quarantine]:
     with redis.Redis.from_url(url) as client:
         client.flushall()
     transport = Transport(url, threading.Event())
-    yield Quarantine(transport)
+    yield Quarantine(transport, {})
     transport.close()
 
 
 def sequence(handle: int, *, num_prompt: int = 4, num_output: int = 0, max_tokens: int = 40) -> Sequence:
     tokens = [handle] * (num_prompt + num_output)
     return Sequence(Request(handle, f"r{handle}.0", SamplingParams(max_tokens=max_tokens), arrived_at=float(handle)), Tokens(tokens, num_prompt))
+
+
+def active_request(each: Sequence) -> ActiveRequest:
+    name, params = each.request.request_id, each.request.params
+    return ActiveRequest(each, TokenizedRequest(name, "g", "m", params, np.array([3], np.int32), ()), b"0-1", "g")
 
 
 def make_scheduler(strategy: str, *, num_blocks: int = 400, max_num_seqs: int = 4, max_batched_tokens: int = 64) -> Scheduler:
@@ -57,8 +63,18 @@ class Life:
     scheduler: Scheduler
     quarantine: Quarantine
     poisons: frozenset[int] = frozenset()
-    known: dict[int, Sequence] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def active(self) -> dict[int, ActiveRequest]:
+        assert isinstance(self.quarantine.active, dict)
+        return self.quarantine.active
+
+    def add(self, each: Sequence) -> ActiveRequest:
+        """A request that this life has taken."""
+        self.sequences.append(each)
+        return self.active.setdefault(each.handle, active_request(each))
 
     def step(self) -> list[int] | None:
         """Handles that ran; None: the process has died."""
@@ -66,10 +82,11 @@ class Life:
         if batch is None:
             return []
         handles = [row.handle for row in batch.rows]
-        new = [self.scheduler.get(each) for each in handles if each not in self.begun]
-        groups = {each.request.group_id for each in new} - {None}
-        told = self.quarantine.told([*new, *(each for each in self.known.values() if each.request.group_id in groups)], has_run=True)
-        self.quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+        new = [self.active[handle] for handle in handles if handle not in self.begun]
+        groups = {each.sequence.request.group_id for each in new} - {None}
+        new += [each for each in self.active.values() if each.sequence.request.group_id in groups]
+        records = self.quarantine.records_of(new, has_run=True)
+        self.quarantine.transport.run(lambda pipe: queue_records(pipe, records))
         self.begun |= {*handles}
         self.quarantine.blame(handles)
         if self.poisons & {*handles}:
@@ -78,7 +95,7 @@ class Life:
             sequence = self.scheduler.get(handle)
             self.scheduler.append(sequence, 7)
             if sequence.tokens.num_output == sequence.request.params.max_tokens:
-                self.quarantine.forget(sequence)
+                del self.active[handle]
                 self.scheduler.finish(sequence, is_complete=True)
         return handles
 
@@ -87,21 +104,27 @@ class Life:
         verdicts = self.quarantine.judge([each.request.request_id for each in sequences], [each.tokens.num_output for each in sequences])
         found = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
-            if verdict is not None and verdict.is_poison:
+            if verdict is not None and is_poison(verdict):
                 found.append(sequence.handle)
                 continue
-            self.known[sequence.handle] = sequence
+            active = self.add(sequence)
             if verdict is not None:
-                self.quarantine.hold(sequence, verdict)
+                self.quarantine.hold(active, verdict)
                 continue
             if sequence.tokens.num_output:
-                self.quarantine.watch(sequence)
+                self.quarantine.watch(active)
             self.scheduler.add(sequence)
         return found
 
     def left(self) -> list[Sequence]:
         """Sequences not ended, as the next life finds them: prompts, and the tokens of the logs."""
-        return [again(each) for each in self.known.values() if not each.is_finished]
+        return [again(each) for each in self.sequences if not each.is_finished]
+
+
+def write(quarantine: Quarantine, sequences: list[Sequence]) -> None:
+    """The records before a step of these sequences."""
+    records = quarantine.records_of([active_request(each) for each in sequences], has_run=True)
+    quarantine.transport.run(lambda pipe: queue_records(pipe, records))
 
 
 def again(each: Sequence) -> Sequence:
@@ -112,7 +135,7 @@ def live_until_dead(quarantine: Quarantine, asked: list[Sequence], poisons: set[
     """Lives one after the other. Returns the poisons that each found when it began, and how many died."""
     found, num_died, left = [], 0, asked
     while left:
-        life = Life(make_scheduler("predicted", **limits), Quarantine(quarantine.transport), frozenset(poisons))
+        life = Life(make_scheduler("predicted", **limits), Quarantine(quarantine.transport, {}), frozenset(poisons))
         found.append(life.claim(left))
         while (ran := life.step()) is not None and (ran or life.quarantine.suspects or life.scheduler.num_unfinished):
             pass
@@ -125,8 +148,7 @@ def live_until_dead(quarantine: Quarantine, asked: list[Sequence], poisons: set[
 def test_who_made_progress_or_only_waited_is_above_suspicion(quarantine: Quarantine) -> None:
     assert quarantine.judge(["a", "b"], [0, 3]) == [None, None], "neither has been in a step"
     ran = [sequence(handle, num_output=handle) for handle in (1, 2)]
-    told = quarantine.told(ran, has_run=True)
-    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    write(quarantine, ran)
     assert quarantine.judge(["r1.0", "r2.0"], [1, 3]) == [Attempts(0, 1, has_run=True), None]
     assert quarantine.judge(["r1.0", "r2.0"], [1, 3]) == [Attempts(0, 1, has_run=True), None]
     assert quarantine.judge(["r1.0", "r2.0"], [2, 4]) == [None, None]
@@ -151,13 +173,12 @@ def test_the_choices_of_a_poisonous_prompt_end_together(quarantine: Quarantine) 
 def test_a_death_in_everybody_elses_step_is_not_blamed_on_a_trial(quarantine: Quarantine) -> None:
     """Again and again the process is killed from outside while a long prompt is tried."""
     suspect = sequence(1, num_prompt=400)
-    told = quarantine.told([suspect], has_run=True)
-    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    write(quarantine, [suspect])
     for _ in range(2 * MAX_ALONE + 2):
-        life = Life(make_scheduler("predicted", num_blocks=400), Quarantine(quarantine.transport))
+        life = Life(make_scheduler("predicted", num_blocks=400), Quarantine(quarantine.transport, {}))
         assert life.claim([again(suspect)]) == []
-        life.scheduler.add(sequence(2, max_tokens=300))
-        while life.step() != [2] or not life.quarantine.begun:
+        life.scheduler.add(life.add(sequence(2, max_tokens=300)).sequence)
+        while life.step() != [2] or not life.quarantine.trials:
             pass
 
 
@@ -165,13 +186,12 @@ def test_while_suspects_are_tried_everybody_else_has_every_other_step(quarantine
     """64 streams, and 64 prompts of 4,000 tokens that were in the step that died: no stream is preempted, and none waits for more than a step."""
     life = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=128, max_batched_tokens=512), quarantine)
     streams, prompts = [sequence(handle, max_tokens=2000) for handle in range(1, 65)], [sequence(handle, num_prompt=4000) for handle in range(101, 165)]
-    told = quarantine.told(prompts, has_run=True)
-    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    write(quarantine, prompts)
     assert life.claim(streams) == []
     life.step()
     assert life.claim(prompts) == []
     without_a_token = list[bool]()
-    while life.quarantine.suspects or life.quarantine.begun:
+    while life.quarantine.suspects or life.quarantine.trials:
         ran = life.step()
         assert ran is not None
         without_a_token.append(not {*range(1, 65)} & {*ran})
@@ -187,7 +207,7 @@ def test_prompts_that_only_waited_cost_no_stream_a_step(quarantine: Quarantine) 
     assert first.claim(asked) == []
     for _ in range(20):
         first.step()
-    second = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512), Quarantine(quarantine.transport))
+    second = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512), Quarantine(quarantine.transport, {}))
     assert second.claim(first.left()) == []
     assert not second.quarantine.suspects
     while (ran := second.step()) and not {*range(101, 165)} & {*ran}:
@@ -198,9 +218,9 @@ def test_prompts_that_only_waited_cost_no_stream_a_step(quarantine: Quarantine) 
 def test_a_suspect_whose_grammar_is_compiled_holds_up_nobody(quarantine: Quarantine) -> None:
     """Other suspects are tried before it, and who is none runs all the time."""
     life = Life(make_scheduler("predicted", max_num_seqs=8), quarantine)
-    life.scheduler.add(sequence(1))
-    quarantine.hold(sequence(11), Attempts(0, 0, has_run=True), is_prepared=True)
-    quarantine.hold(sequence(12), Attempts(1, 0, has_run=True))
+    life.scheduler.add(life.add(sequence(1)).sequence)
+    quarantine.hold(life.add(sequence(11)), Attempts(0, 0, has_run=True), is_prepared=True)
+    quarantine.hold(life.add(sequence(12)), Attempts(1, 0, has_run=True))
     compiling = list[Sequence]()
 
     def add(each: Sequence) -> None:
@@ -224,10 +244,10 @@ def test_suspects_get_their_places_in_turn_however_full_it_is(strategy: str, qua
     """They preempt nobody, and wait no longer than others."""
     life = Life(make_scheduler(strategy, num_blocks=60, max_num_seqs=4), quarantine)
     for handle in range(1, 9):
-        life.scheduler.add(sequence(handle))
+        life.scheduler.add(life.add(sequence(handle)).sequence)
     assert len(life.step() or ()) == 4
     for handle in (11, 12):
-        quarantine.hold(sequence(handle, num_prompt=40), Attempts(0, 0, has_run=True))
+        quarantine.hold(life.add(sequence(handle, num_prompt=40)), Attempts(0, 0, has_run=True))
     ran: list[list[int]] = []
     while life.scheduler.num_unfinished or quarantine.suspects:
         ran.append(life.step() or [])
@@ -242,13 +262,13 @@ def test_a_request_that_kills_while_it_is_prepared_is_a_poison_too(quarantine: Q
     prompt = PromptImage(Image("ab", 9, 9, 9), 4, 2, 2)
     request = TokenizedRequest("r1.0", "g", "m", SamplingParams(max_tokens=4), prompt_token_ids=np.array([3], np.int32), eos_token_ids=(1,), images=(prompt,))
     assert is_prepared(request) and not is_prepared(replace(request, images=()))
-    told = quarantine.told([sequence(1)], has_run=True)
-    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    write(quarantine, [sequence(1)])
     num_died = 0
-    while not (verdict := Quarantine(quarantine.transport).judge(["r1.0"], [0])[0]) or not verdict.is_poison:
-        life = Quarantine(quarantine.transport)
+    while not (verdict := Quarantine(quarantine.transport, {}).judge(["r1.0"], [0])[0]) or not is_poison(verdict):
+        active = active_request(sequence(1))
+        life = Quarantine(quarantine.transport, {1: active})
         assert verdict is not None
-        life.hold(sequence(1), verdict, is_prepared=is_prepared(request))
+        life.hold(active, verdict, is_prepared=is_prepared(request))
         assert life.step(lambda _: None)
         num_died += 1
         assert num_died < 10

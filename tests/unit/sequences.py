@@ -5,7 +5,7 @@ from typing import Any
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Request, Sequence, TokenCounts, Tokens
+from services.compute.sequence import Request, Sequence, TokenFrequencies, Tokens
 from services.compute.sequence.batch import ScheduledBatch
 from shared.model.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ def handles_of(batch: ScheduledBatch) -> list[int]:
     return [key.handle for key in batch.sampled]
 
 
-def counted(counts: TokenCounts) -> dict[int, float]:
+def counted(counts: TokenFrequencies) -> dict[int, float]:
     """How often each token is there."""
     assert len({*counts.token_ids.tolist()}) == len(counts.token_ids) == len(counts.times)
     return dict(zip(counts.token_ids.tolist(), counts.times.tolist(), strict=True))

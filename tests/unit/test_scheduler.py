@@ -367,11 +367,11 @@ def test_blocks_that_others_hold_behind_a_gap_are_no_room() -> None:
         assert blocks.grow(sequence, 67)
         sequence.kv.num_computed = num_tokens
         blocks.commit(sequence)
-    assert blocks.num_held(third) == 4
+    assert blocks.num_held(third, blocks.match(third)) == 4
     blocks.free(one)
     blocks.empty.clear()
     blocks._release(blocks._take())  # evicted: the first block that `one` had cached
-    assert len(blocks.cached_blocks) == 3 and blocks.num_held(third) == 0 and blocks.match(third) == []
+    assert len(blocks.cached_blocks) == 3 and blocks.num_held(third, []) == 0 and blocks.match(third) == []
 
 
 @pytest.mark.parametrize("strategy", ["predicted", "paged"])

@@ -21,12 +21,11 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.policy import StepPolicy
-from services.compute.scheduling.scheduler import Scheduler
-from services.compute.scheduling.verdict import Begin
+from services.compute.scheduling.scheduler import Begin, Scheduler
 from services.compute.sequence import ScoredTokens, Sequence
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.prefix_hash import prefix_root
-from shared.model.segments import HOLE, Layout, Segment
+from shared.model.segments import HOLE, Layout, PlainLayout, Segment
 from tests.examples import examples
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
 
@@ -289,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             blocks = [sequence.kv.block_table[slot // BLOCK_SIZE] for slot in slots[::BLOCK_SIZE]]
             assert list(row.block_table[: len(blocks)]) == blocks
             assert list(row.sampled) == [row.num_tokens - 1] * (slots[-1] == len(sequence.tokens) - 1)
-            if sequence.request.layout is None:
+            if not sequence.request.layout.segments:
                 assert (row.position_shift, row.block_lens, slots[-1] + 1) == (0, (), sequence.kv.num_computed)
             else:
                 segment = sequence.request.layout.segments[sequence.request.layout.at(slots[-1])]
@@ -327,7 +326,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def slots_of(self, row: BatchRow) -> list[int]:
         """The slots of the sequence that the row's attention reads."""
         sequence = self.sequences[row.handle]
-        if (layout := sequence.request.layout) is None:
+        layout = sequence.request.layout
+        if not layout.segments:
             return list(range(row.num_context_tokens))
         number = layout.at(sequence.kv.num_computed - 1)
         seen = [slot for each in layout.segments[number].sees for slot in range(layout.starts[each], layout.starts[each + 1])]
@@ -349,7 +349,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def prefix(self, handle: int, num_tokens: int) -> tuple[Any, ...]:
         """All that the last of these tokens depends on. For a segment: what it sees, where it stands, and its own."""
         sequence = self.sequences[handle]
-        if (layout := sequence.request.layout) is None or num_tokens <= layout.end(0):
+        layout = sequence.request.layout
+        if isinstance(layout, PlainLayout) or num_tokens <= layout.end(0):
             return (sequence.request.cache_salt, *islice(sequence.tokens.ids, num_tokens))
         number = layout.at(num_tokens - 1)
         seen = tuple(self.prefix(handle, layout.end(each)) for each in layout.segments[number].sees)
@@ -394,7 +395,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def decided_of(self, sequence: Sequence) -> list[tuple[Any, ...]]:
         """All that the last decided token of each of its segments depends on."""
         layout = sequence.request.layout
-        ends = [layout.end(number) for number in range(len(layout.segments) - 1)] if layout is not None else []
+        ends = [layout.end(number) for number in range(len(layout.segments) - 1)] if isinstance(layout, Layout) else []
         return [*(self.prefix(sequence.handle, end) for end in ends), (*self.prefix(sequence.handle, sequence.tokens.num_prompt), *self.log[sequence.handle])]
 
     @invariant()
@@ -403,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_running, is_waiting = sequence.handle in self.scheduler.running, sequence in self.scheduler.waiting
             assert is_running or not sequence.kv.block_table
             assert is_running + is_waiting + sequence.is_finished == 1
-            assert sequence.request.layout is not None or len(sequence.kv.block_table) * BLOCK_SIZE >= sequence.kv.num_computed
+            assert sequence.request.layout.segments or len(sequence.kv.block_table) * BLOCK_SIZE >= sequence.kv.num_computed
 
     @invariant()
     def nobody_is_further_ahead_of_the_log_than_it_may_be(self) -> None:
@@ -437,13 +438,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert all(sequence.is_finished for sequence in self.sequences)
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
-        assert not self.scheduler.groups._members
         for sequence in self.sequences:
             self.check_counts(sequence)
         if not isinstance(self.scheduler.admission, Predicted):
             return
-        calibration = self.scheduler.admission.calibration
-        assert 0 <= calibration.num_exceeded <= calibration.num_predictions
+        peaks = self.scheduler.admission.peaks
+        assert peaks is not None and 0 <= peaks.num_exceeded <= peaks.num_predictions
 
 
 @dataclass(frozen=True)

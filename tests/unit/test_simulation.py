@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.scheduling.admission import STRATEGIES, make_admission
-from services.compute.scheduling.output_lengths import OutputLengths
+from services.compute.scheduling.admission import STRATEGIES, OutputLengths, make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost, StepCostFit
 from services.operator.cli import main

@@ -2,19 +2,20 @@
 
 A block is held by the sequences in whose tables it is (its reference count), or it is free. A full
 block whose KV is written is also offered to the prefix cache, under a hash of its tokens chained to
-its parent's; it stays there when nobody holds it any more, until its place is needed: such blocks
-count as free, and are evicted in the order in which they were let go. A block that is cached or
-held twice is never written: who has to write into one gets a copy (copy-on-write).
+its parent's. It stays there when no sequence holds it any more, until its place is needed: such blocks
+count as free, and are evicted in the order in which they were released. A block that is cached or held
+twice is never written: a sequence that must write into one gets a copy (copy-on-write).
 
-A prefix is found to the token: behind its last whole block, the cached block that goes on with the
-most of its tokens is shared as far as they agree. So the block that a sequence ends in is cached,
-too, though it is not full.
+A prefix matches to the token: behind its last whole block, the cached block that goes on with the most
+of its tokens is shared as far as they agree. So the block that a sequence ends in is cached, too,
+though it is not full.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice, pairwise, takewhile
+from functools import partial
+from itertools import chain, islice, pairwise, takewhile
 
 from services.compute.sequence import Sequence
 from shared.model.prefix_hash import block_hash, prefix_root
@@ -42,13 +43,13 @@ class BlockManager:
         # their parents' hashes and their tokens; and by the parent's hash those that follow it, the last to come last
         self.origins: dict[int, tuple[bytes, list[int]]] = {}
         self.children: dict[bytes, dict[int, None]] = {}
-        # cached, held by nobody; least recently let go first
+        # cached, held by no sequence; the least recently released first
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.empty: list[int] = list(range(num_blocks - 1, -1, -1))
         self.copies: dict[int, int] = {}  # to: from, for the next step
-        # hashes and blocks that were offered to the prefix cache, for a second tier; None: there is none
+        # hashes and blocks that were offered to the prefix cache, for a second tier; None without one
         self.fresh: list[tuple[bytes, int]] | None = None
-        # hashes that have come into the prefix cache or have left it, for those who are told; None: nobody is
+        # hashes that have come into the prefix cache or have left it, for tokenizers; None: not recorded
         self.changes: dict[bytes, bool] | None = None
         self.num_evictions = 0
         self._num_unheld = 0  # within `without`: those that only that sequence holds
@@ -77,17 +78,12 @@ class BlockManager:
             for block_id in sequence.kv.block_table:
                 self.ref_counts[block_id] += 1
 
-    def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int, *, is_fork: bool) -> bool:
-        """Whether there are free blocks for the first chunk of a sequence that begins, of so many tokens
-        behind those in `matched`; with segments, where later ones may
-        be found in the cache, for all blocks that no sequence holds."""
-        if sequence.request.layout is not None and not is_fork:
-            return self.num_blocks_for(len(sequence.tokens)) - self.num_held(sequence) <= self.num_free_blocks
-        num_tokens, most_tokens = len(sequence.tokens), max(most_tokens, sequence.request.largest_whole)
-        if sequence.request.layout is None:
-            num_tokens = min(num_tokens, len(matched) * self.block_size + most_tokens)
-        unheld = sum(self.ref_counts[block_id] == 0 for block_id in matched)
-        return self.num_blocks_for(num_tokens) - len(matched) + unheld <= self.num_free_blocks
+    def has_room_for(self, sequence: Sequence, matched: list[int], most_tokens: int) -> bool:
+        """Whether there are free blocks for a sequence that begins with those in `matched`, with a first
+        chunk of up to most_tokens tokens, or of an image that is computed whole."""
+        chunk_end = len(matched) * self.block_size + max(most_tokens, sequence.request.largest_whole)
+        num_slots = sequence.request.layout.num_slots_to_begin(len(sequence.tokens), chunk_end)
+        return self.num_blocks_for(num_slots) - self.num_held(sequence, matched) <= self.num_free_blocks
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let the sequence write up to its num_tokens-th slot: blocks for all, and its own copy of
@@ -95,8 +91,7 @@ class BlockManager:
 
         All or nothing. Returns whether there were enough free blocks.
         """
-        if sequence.request.layout is not None:
-            num_tokens = sequence.request.layout.skip_holes(num_tokens)
+        num_tokens = sequence.request.layout.skip_holes(num_tokens)
         missing = self.num_blocks_for(num_tokens) - len(sequence.kv.block_table)
         tail = self._shared_tail(sequence) if sequence.kv.has_shared_tail else None
         if max(0, missing) + (tail is not None) > self.num_free_blocks:
@@ -113,70 +108,59 @@ class BlockManager:
         return True
 
     def free(self, sequence: Sequence) -> None:
-        """Take all of the sequence's blocks back, the last first: what begins like it can use the
-        beginning for longer."""
+        """Take all of the sequence's blocks back, the last first, so that its beginning stays cached for
+        longest."""
         self._keep_tail(sequence)
         for block_id in reversed(sequence.kv.block_table):
             self._release(block_id)
         sequence.kv.clear()
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of the longest prefix of the sequence that is computed, of its reusable
-        tokens: a cached block is never written, and what is foreseen may come otherwise."""
-        found: list[int] = []
-        if self.prefix_caching:
-            for number in range(sequence.num_reusable_tokens // self.block_size):
-                block_id = self.cached_blocks.get(self._hash(sequence, number))
-                if block_id is None:
-                    break
-                found.append(block_id)
-        return found
+        """The cached blocks of the longest cached prefix of the sequence's reusable tokens."""
+        return self._cached(chain.from_iterable(self._names(sequence))) if self.prefix_caching else []
 
     def reuse(self, sequence: Sequence) -> bool:
         """At the beginning of a segment that is not the first: go on behind its blocks that are
         cached. `match` sees only those before the first that is missing. Returns whether it did."""
         layout, first = sequence.request.layout, sequence.kv.num_computed
-        if layout is None or not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
+        if not self.prefix_caching or first == 0 or layout.starts[layout.at(first)] != first:
             return False
-        number, last = layout.at(first), sequence.num_reusable_tokens
-        if number < len(layout.segments) - 1:
-            last = min(last, layout.starts[number + 1])
         place = first // self.block_size
-        names = (self._hash(sequence, each) for each in range(place, last // self.block_size))
-        found = [self.cached_blocks[name] for name in takewhile(lambda name: name in self.cached_blocks, names)]
-        num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in found)
-        if not found or place - len(sequence.kv.block_table) > self.num_free_blocks - num_unheld:
+        cached = self._cached(self._names(sequence)[layout.at(first)])
+        num_unheld = sum(self.ref_counts[block_id] == 0 for block_id in cached)
+        if not cached or place - len(sequence.kv.block_table) > self.num_free_blocks - num_unheld:
             return False
-        for block_id in found:
+        for block_id in cached:
             self._hold(sequence, block_id)
         while len(sequence.kv.block_table) < place:  # blocks of holes alone
             sequence.kv.block_table.append(self._take())
-        for block_id in sequence.kv.block_table[place : place + len(found)]:
+        for block_id in sequence.kv.block_table[place : place + len(cached)]:
             self._release(block_id)
-        sequence.kv.block_table[place : place + len(found)] = found
-        sequence.kv.num_committed_blocks = place + len(found)
+        sequence.kv.block_table[place : place + len(cached)] = cached
+        sequence.kv.num_committed_blocks = place + len(cached)
         sequence.kv.num_computed = layout.skip_holes(sequence.kv.num_committed_blocks * self.block_size)
         return True
 
-    def num_held(self, sequence: Sequence) -> int:
-        """How many blocks the sequence will share with others that hold them now: of each segment,
-        those cached from its beginning on. Behind a gap nothing is shared."""
-        return sum(
-            self.ref_counts[self.cached_blocks[name]] > 0
-            for names in self._names(sequence)
-            for name in (takewhile(self.cached_blocks.__contains__, names) if self.prefix_caching else ())
-        )
+    def num_held(self, sequence: Sequence, matched: list[int]) -> int:
+        """How many blocks a sequence that begins with those in `matched` will share with others that hold
+        them now: of each later segment, those cached from its beginning on."""
+        number = sequence.request.layout.at(len(matched) * self.block_size)
+        later = [self._cached(names) for names in self._names(sequence)[number + 1 :]] if self.prefix_caching else []
+        return sum(self.ref_counts[block_id] > 0 for block_ids in (matched, *later) for block_id in block_ids)
 
-    def _names(self, sequence: Sequence) -> list[list[bytes]]:
+    def _names(self, sequence: Sequence) -> list[Iterator[bytes]]:
         """The hashes of the sequence's reusable blocks, by segment; without segments all are of one."""
         num_blocks = sequence.num_reusable_tokens // self.block_size
-        starts = sequence.request.layout.starts if sequence.request.layout is not None else [0]
-        borders = [*(min(start // self.block_size, num_blocks) for start in starts), num_blocks]
-        return [[self._hash(sequence, number) for number in range(first, last)] for first, last in pairwise(borders)]
+        borders = [*(min(start // self.block_size, num_blocks) for start in sequence.request.layout.starts), num_blocks]
+        return [map(partial(self._hash, sequence), range(first, last)) for first, last in pairwise(borders)]
+
+    def _cached(self, names: Iterable[bytes]) -> list[int]:
+        """The cached blocks of these hashes, up to the first that is missing."""
+        return [self.cached_blocks[name] for name in takewhile(self.cached_blocks.__contains__, names)]
 
     def match_end(self, sequence: Sequence, matched: list[int]) -> tuple[int, int] | None:
-        """Behind what `match` found: the cached block that begins with the most of the sequence's next
-        reusable tokens, and how many. None: there is none."""
+        """Behind the blocks that `match` returned: the cached block that begins with the most of the sequence's
+        next reusable tokens, and their number. None if there is none."""
         start = len(matched) * self.block_size
         wanted = sequence.tokens.ids[start : min(sequence.num_reusable_tokens, start + self.block_size)]
         children = self.children.get(self._parent(sequence, len(matched)), {}) if self.prefix_caching and wanted else {}
@@ -185,10 +169,10 @@ class BlockManager:
         return (longest, lengths[longest]) if longest is not None and lengths[longest] else None
 
     def missing(self, sequence: Sequence) -> list[list[bytes]]:
-        """For each segment of the sequence, the hashes of its reusable blocks that are not in the
-        prefix cache; none twice. No more than there is room for beside those that are, which count
-        as used last."""
-        by_segment = self._names(sequence)
+        """For each segment of the sequence, the hashes of its reusable blocks that are not in the prefix
+        cache; none twice. The cached ones count as used last, and there is room for the missing ones in
+        addition to those."""
+        by_segment = [list(names) for names in self._names(sequence)]
         known = {name for names in by_segment for name in names if name in self.cached_blocks}
         unheld = dict.fromkeys(self.cached_blocks[name] for names in by_segment for name in names if name in known)
         unheld = {block_id: None for block_id in unheld if self.ref_counts[block_id] == 0}
@@ -203,8 +187,8 @@ class BlockManager:
         return [own for own in missing if own]
 
     def adopt(self, sequence: Sequence, name: bytes) -> int:
-        """A free block for the keys and values of one of the sequence's blocks that is `missing`, which
-        come from elsewhere. It is in the prefix cache from now on, and held by nobody."""
+        """A free block for the keys and values of one of the sequence's `missing` blocks, which come from the
+        second tier. It is in the prefix cache from now on, and held by no sequence."""
         block_id = self._take()
         number = sequence.kv.block_hashes.index(name)
         self._offer(self._parent(sequence, number), self._tokens(sequence, number), name, block_id)
@@ -218,9 +202,8 @@ class BlockManager:
         for block_id in block_ids:
             self._hold(sequence, block_id)
         sequence.kv.block_table.extend(block_ids)
-        if sequence.request.layout is not None:
-            # where another's longer block ends a segment here, the segment's own last block is never offered
-            num_tokens = sequence.request.layout.skip_holes(num_tokens)
+        # where another's longer block ends a segment here, the segment's own last block is never offered
+        num_tokens = sequence.request.layout.skip_holes(num_tokens)
         sequence.kv.num_computed = num_tokens
         sequence.kv.num_committed_blocks = num_tokens // self.block_size
         sequence.kv.has_shared_tail = num_tokens % self.block_size != 0
@@ -271,19 +254,19 @@ class BlockManager:
         return hashes[number]
 
     def _parent(self, sequence: Sequence, number: int) -> bytes:
-        """The hash of what the sequence's number-th block goes on from: the block before it, or the
-        root of the sequence, or of a segment."""
-        before = self._hash(sequence, number - 1) if number else prefix_root(self.fingerprint, salt=sequence.request.cache_salt)
-        if sequence.request.layout is None:
-            return before
-        return sequence.request.layout.parent(prefix_root(self.fingerprint, salt=sequence.request.cache_salt), sequence.kv.block_hashes, number)
+        """The hash that precedes the sequence's number-th block: of the block before it, or the root of the
+        sequence, or of a segment."""
+        if number:
+            self._hash(sequence, number - 1)  # so that the hashes of all blocks before it are there
+        root = prefix_root(self.fingerprint, salt=sequence.request.cache_salt)
+        return sequence.request.layout.parent(root, sequence.kv.block_hashes, number)
 
     def _tokens(self, sequence: Sequence, number: int) -> list[int]:
         return sequence.tokens.ids[number * self.block_size : (number + 1) * self.block_size]
 
     def _keep_tail(self, sequence: Sequence) -> None:
-        """Offer the last block of a sequence that is about to go, which is not full, as far as its
-        tokens are decided and computed: whoever goes on from there begins with it."""
+        """Offer the last block of a sequence that gives its blocks back, which is not full, as far as its
+        tokens are decided and computed: a sequence that goes on from there begins with it."""
         num_tokens = min(sequence.kv.num_computed, sequence.tokens.num_decided)
         number = num_tokens // self.block_size
         tokens = sequence.tokens.ids[number * self.block_size : num_tokens]

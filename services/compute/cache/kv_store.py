@@ -74,10 +74,10 @@ class KVStore:
 
     def read(self, block_hash: bytes, into: memoryview) -> bool:
         """Read a block, block_bytes bytes. Returns whether it is there, and whole. Raises OSError."""
-        found = self._find(block_hash)
-        if found is None:
+        entry = self._find(block_hash)
+        if entry is None:
             return False
-        place, checksum, used_at = found
+        place, checksum, used_at = entry
         num_bytes = os.preadv(self._file, [into], self._blocks_at + place * self.block_bytes)
         if num_bytes != self.block_bytes or xxhash.xxh3_128_digest(into) != checksum:
             self._write_entry(place, NOBODY, NOBODY, 0)
@@ -89,7 +89,7 @@ class KVStore:
     def write(self, block_hash: bytes, block: memoryview) -> bool:
         """Write a block, unless it is there. Returns whether it was written. Raises OSError."""
         entries = self._entries(block_hash)
-        if any(each[0] == block_hash for each in entries):
+        if any(entry[0] == block_hash for entry in entries):
             return False
         way = min(range(WAYS), key=lambda number: entries[number][2])
         place = self._set_of(block_hash) * WAYS + way

@@ -9,41 +9,41 @@ import time
 from collections.abc import Iterable
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.cache.stored_cache import Stored
+from services.compute.cache.stored_cache import BlockStore
 from services.compute.sequence import Sequence
 
-READ_BUDGET_S = 0.02  # of one step: others wait for it
+READ_BUDGET_S = 0.02  # of one step: the running sequences wait for it
 READ_AT_ONCE = 8  # blocks
 SMOOTHING = 0.2  # weight of the last read in the measured time of one
-TRY_EVERY = 32  # sequences, while computing seems to be faster than reading: is it still?
+TRY_EVERY = 32  # sequences between two tries, while computing seems to be faster than reading
 
 
 class KVTier:
     """Its methods are for the loop's thread only."""
 
-    def __init__(self, stored: Stored, block_manager: BlockManager) -> None:
+    def __init__(self, stored: BlockStore, block_manager: BlockManager) -> None:
         self.stored = stored
         self.blocks = block_manager
         self.blocks.fresh = []
         self.num_tokens_read = 0  # found in the file
         self._block_read_s: float | None = None  # measured
-        self._num_passed_over = 0  # sequences that were not looked up, for computing is faster
-        # of the sequence that is being restored: its handle, and names that the file did not have
+        self._num_passed_over = 0  # sequences that were not looked up, because computing is faster
+        # the handle of the sequence that is being restored, and names that the file does not have
         self._in_vain: tuple[int, set[bytes]] = -1, set()
 
     def save(self) -> None:
-        """After a step: hand on the blocks that the prefix cache was offered since the last call, if
-        they still are in it."""
+        """After a step: save the blocks that the prefix cache was offered since the last call, if they are
+        still in it."""
         fresh, self.blocks.fresh = self.blocks.fresh or [], []
-        found = [(name, block_id) for name, block_id in fresh if self.blocks.block_hashes[block_id] == name]
-        if not found or self.stored.is_broken:
+        cached = [(name, block_id) for name, block_id in fresh if self.blocks.block_hashes[block_id] == name]
+        if not cached or self.stored.is_broken:
             return
-        self.stored.save([name for name, _ in found], [block_id for _, block_id in found])
+        self.stored.save([name for name, _ in cached], [block_id for _, block_id in cached])
 
     def restore(self, sequences: Iterable[Sequence], token_s: float | None) -> bool:
-        """Before a step: read the blocks that these sequences, which may begin in it, lack; for a
-        bounded time. token_s: seconds that computing a token takes, if they were measured. Returns
-        whether all are restored; the others' turn comes before the next step."""
+        """Before a step: read the blocks that these sequences lack, which may begin in the step; for a bounded
+        time. token_s: seconds that computing a token takes; None before they are measured. Returns whether
+        all are restored; the others are read before the next step."""
         until = time.perf_counter() + READ_BUDGET_S
         for sequence in sequences:
             if not sequence.kv.is_restored:
@@ -73,8 +73,8 @@ class KVTier:
         return self._num_passed_over % TRY_EVERY == 0
 
     def _restore(self, sequence: Sequence, until: float) -> bool:
-        """Read the sequence's blocks that are missing in memory, of each segment up to the first that
-        the file lacks, too. Returns whether that is all that can be done."""
+        """Read the sequence's blocks that are missing in memory, of each segment up to the first that the file
+        lacks, too. Returns whether it has read all of these."""
         started_at: float | None = None
         if self._in_vain[0] != sequence.handle:
             self._in_vain = sequence.handle, set()

@@ -1,5 +1,5 @@
-"""StoredCache: a KV cache beside a KVStore, which keeps copies of some of its blocks. A thread of its own
-writes them, so that a step waits for no disk."""
+"""StoredCache: a KV cache with a KVStore, which keeps copies of some of its blocks. A thread of its own writes
+them, so that no step waits for a disk."""
 
 import queue
 import threading
@@ -16,12 +16,12 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-STAGED_BYTES = 64 << 20  # that wait to be written; what comes meanwhile is left out
+STAGED_BYTES = 64 << 20  # that wait to be written; further blocks are dropped
 STOP_TIMEOUT_S = 5.0
 
 
-class Stored(Protocol):
-    """The copies of a replica's blocks, be its cache here or on several ranks."""
+class BlockStore(Protocol):
+    """The copies of a replica's blocks, whose cache is in this process or on several ranks."""
 
     @property
     def num_written(self) -> int:
@@ -30,12 +30,12 @@ class Stored(Protocol):
 
     @property
     def num_dropped(self) -> int:
-        """Blocks that were not written, for too many waited."""
+        """Blocks that were not written, because too many waited."""
         ...
 
     @property
     def is_broken(self) -> bool:
-        """Whether the disk had an error, and is not used any longer."""
+        """Whether the disk had an error, and is not used any more."""
         ...
 
     def save(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Stored(Protocol):
 
 
 class StoredCache:
-    """A Stored, of this process' cache. Its methods are for one thread only."""
+    """The BlockStore of this process' cache. Its methods are for one thread only."""
 
     def __init__(self, store: KVStore, kv_cache: KVCache) -> None:
         self.store = store
@@ -132,7 +132,7 @@ class StoredCache:
 
 
 class NothingStored:
-    """A Stored, of a rank that caches nothing: it has no KV heads."""
+    """The BlockStore of a rank without KV heads, which caches nothing."""
 
     num_written = num_dropped = 0
     is_broken = False

@@ -1,34 +1,35 @@
 """Compute's side of the pipeline. Sending and collecting are apart, so that no step waits for a
 round trip.
 
-Whatever goes wrong with Redis is waited out, and what is undecided is then sent again: deciding is
+Redis errors are retried until Redis serves again. Then all undecided rows are sent again: deciding is
 idempotent.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.rows import CandidateRows
-from services.compute.exchange.active import ActiveRequest
+from services.compute.exchange.active import ActiveRequest, Decision, Record
 from services.compute.exchange.inbox import Inbox
 from services.compute.exchange.outbox import Outbox
 from services.compute.exchange.prefixes import Prefixes
 from services.compute.exchange.samplers import Samplers
-from services.compute.exchange.undecided import Decision, Undecided
-from services.compute.intake.quarantine import Record
+from services.compute.exchange.undecided import Undecided
+from shared.model.arrays import Array
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
 from shared.wire.line import Line, Pipeline
-from shared.wire.messages import Control, Offer, StepDecisions
+from shared.wire.messages import Control, Moments, Offer, StepDecisions, TokenEvent
 from shared.wire.offers import take_up
 from shared.wire.redis_clock import follow_clock
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, decisions, offered, prompts
-from shared.wire.token_log import finish_ended
+from shared.wire.token_log import finish_ended, write_end
 
 log = get_logger("penstock.compute")
 
@@ -48,8 +49,8 @@ class Received:
 
 
 class Exchange:
-    """Owns this replica's lines, its place in the prompts group, and what is undecided. `active`,
-    by handle, is the service's."""
+    """Owns this replica's lines, its place in the prompts group, and its undecided rows. `active`, by handle,
+    is the service's."""
 
     def __init__(
         self,
@@ -59,25 +60,37 @@ class Exchange:
         *,
         publish_interval_s: float = 0.0,
         max_held: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """blocks: of which tokenizers are told; publish_interval_s, max_held: how long candidates are
-        held back, as Outbox says."""
+        """blocks: tokenizers are told which of them are cached; publish_interval_s, max_held: how long
+        candidates are held back, as Outbox says; clock, wall_clock: s."""
         assert stage.model is not None
         self.stage = stage
         self.model = stage.model
         self.active = active
+        self.clock = clock
+        self.wall_clock = wall_clock
         self.prompts = GroupReader(stage.transport, prompts(stage.model), stage.replica_id)
         self.decisions = DirectReader(stage.transport, decisions(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
         self.offered = DirectReader(stage.transport, offered(stage.replica_id))
-        self.prefixes = Prefixes(stage, blocks)
+        self.prefixes = Prefixes(stage, blocks, clock)
         self.samplers = Samplers(stage.replica_id, active, stage.fingerprint)
-        self.undecided = Undecided()
+        self.undecided = Undecided(active, clock)
         out, news, requests = (Line(stage.transport.client) for _ in range(3))
-        self.outbox = Outbox(out, self.prompts.stream, self.decisions, self.prefixes, publish_interval_s=publish_interval_s, max_held=max_held)
+        self.outbox = Outbox(
+            out,
+            self.prompts.stream,
+            self.decisions,
+            self.prefixes,
+            publish_interval_s=publish_interval_s,
+            max_held=max_held,
+            clock=clock,
+        )
         self.inbox = Inbox(news, requests, self.prompts, self.decisions, self.control, self.offered)
         # of the next message: beyond any of an earlier life of this replica
-        self._step = time.time_ns() // 1000
+        self._step = int(wall_clock() * 1e6)
         self._looked_at = self._warned_at = 0.0
         self.num_taken_up = 0  # prompts that came because their prefix is here
 
@@ -101,7 +114,7 @@ class Exchange:
         self.outbox.next.records += records
 
     def publish_held(self) -> None:
-        """Before something long: what is held back goes out now."""
+        """Send the rows that are held back: a long step begins."""
         if self.outbox.num_held:
             self._publish()
         if self.outbox.next.messages or self.outbox.next.records:
@@ -109,7 +122,7 @@ class Exchange:
 
     def receive(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
         """Receive what has come: decisions, control, and up to num_prompts prompts; if nothing has,
-        waits up to wait_s for what is awaited."""
+        waits up to wait_s for the first."""
         received, offers = Received(), list[Offer]()
         if self.outbox.num_held and (wait_s or self.outbox.is_overdue()):
             self._publish()
@@ -118,7 +131,7 @@ class Exchange:
         try:
             self.inbox.ask(num_prompts)
             if wait_s:
-                self.inbox.wait(wait_s, for_decisions=bool(self.undecided.rows))
+                self.inbox.wait(wait_s, for_decisions=bool(self.undecided.handles))
             if (news := self.inbox.take_news()) is not None:
                 received.control, offers = news.control, news.offers
                 for message in news.decisions:
@@ -131,8 +144,8 @@ class Exchange:
         except (RedisError, OSError) as error:
             self._recover(error)
         if (num_left := num_prompts - len(received.prompts)) > 0 and offers:
-            # who finds no room is stolen, be it by this replica
-            taken, dead = take_up(self.prompts, self.model, [each.entry_id for each in offers[:num_left]])
+            # the prompts left over stay on offer: any replica may steal them, this one included
+            taken, dead = take_up(self.prompts, self.model, [offer.entry_id for offer in offers[:num_left]])
             received.prompts += taken
             self.num_taken_up += len(taken)
             received.dead += dead
@@ -141,14 +154,13 @@ class Exchange:
     def resend_overdue(self) -> list[int]:
         """Now and then: ask again where samplers are silent or gone. Returns the handles of
         sequences that no sampler decides."""
-        now = time.monotonic()
-        if now - self._looked_at < RESEND_EVERY_S or not self.undecided.rows:
+        now = self.clock()
+        if now - self._looked_at < RESEND_EVERY_S or not self.undecided.handles:
             return []
         self._looked_at = now
         self._follow_samplers()
         self._warn_if_alone()
-        samplers = {handle: self.active[handle].sampler_id for handle in self.undecided.rows}
-        late = self.undecided.silent(samplers, seen_since=self.stage.sight_since)
+        late = self.undecided.silent(seen_since=self.stage.sight_since)
         if late:
             log.warning("decisions are missing, sending their candidates again", num_sequences=len(late))
             self._send_again(late)
@@ -164,25 +176,33 @@ class Exchange:
             self._flush()
 
     def forget(self, active: ActiveRequest, *, tell_sampler: bool) -> None:
-        """The request has ended: its entry is acknowledged with the next write, its sampler told
+        """The request has ended: its entry is acknowledged with the next write, and its sampler told
         unless it knows."""
-        self.undecided.forget(active.sequence.handle)
         if tell_sampler:
             self.samplers.forget(active)
         self.acknowledge(active.entry_id, active.message.request_id)
 
-    def drop(self, active: ActiveRequest) -> None:
-        """Another replica has claimed the request: it is no business of this one any more."""
-        self.undecided.forget(active.sequence.handle)
-        self.samplers.forget(active)
+    def end_embedded(self, ended: Ordered[tuple[ActiveRequest, Array]]) -> None:
+        """Write the ends of requests for embeddings, each with its vector: no sampler has a part in them."""
+        now = self.wall_clock()
+
+        def fill(pipe: Pipeline) -> None:
+            for active, vector in ended:
+                sequence, request = active.sequence, active.message
+                moments = Moments(request.request_id, 0, request.tokenized_at, active.scheduled_at, now, self.stage.replica_id)
+                event = TokenEvent(
+                    request.request_id, 0, None, "", sequence.tokens.num_prompt, sequence.num_cached_tokens, finish_reason="stop", embedding=vector
+                )
+                write_end(pipe, self.model, event, active.gateway_id, (moments,))
+
+        self.stage.transport.run(fill)
 
     def acknowledge(self, entry_id: bytes, request_id: str) -> None:
-        """An entry whose request ended without becoming a sequence."""
+        """Acknowledge the entry of a request that has ended, with the next write."""
         self.outbox.next.ended[entry_id] = request_id
 
     def leave(self) -> None:
-        """Hand the unfinished entries to whoever claims them, and take this replica's traces
-        away."""
+        """Leave unfinished entries to the replicas that claim them, and delete this replica's keys."""
         self.outbox.start_over()
         self.inbox.close()
         ended = self.outbox.next.ended
@@ -196,16 +216,19 @@ class Exchange:
 
     def _settle(self, message: StepDecisions) -> list[Decision]:
         self.undecided.record_reply(message.sampler_id, message.step)
-        columns = (message.handles, message.positions, message.token_ids, message.is_finished)
-        found = [Decision(handle, position, token, bool(end)) for handle, position, token, end in zip(*(each.tolist() for each in columns), strict=True)]
-        unknown = {each.handle for each in found if each.token_id == UNKNOWN and each.position in self.undecided.rows.get(each.handle, {})}
+        columns = [message.handles.tolist(), message.positions.tolist(), message.token_ids.tolist(), message.is_finished.tolist()]
+        decisions = [Decision(handle, position, token_id, bool(is_end)) for handle, position, token_id, is_end in zip(*columns, strict=True)]
+        unknown = {
+            decision.handle
+            for decision in decisions
+            if decision.token_id == UNKNOWN and (active := self.active.get(decision.handle)) is not None and decision.position in active.rows
+        }
         if unknown:
             self._send_again(sorted(unknown))
-        return self.undecided.settle(message.step, [each for each in found if each.token_id != UNKNOWN])
+        return self.undecided.settle(message.step, [decision for decision in decisions if decision.token_id != UNKNOWN])
 
     def _follow_samplers(self) -> None:
-        """Look at the samplers that live: undecided rows of sequences that move go to their new
-        samplers."""
+        """Send the undecided rows of sequences whose sampler is another now to that one."""
         moved = self.samplers.follow(self.stage.registry.ids("sampler", self.stage.model))
         self._send_again(moved)
 
@@ -215,7 +238,7 @@ class Exchange:
         self._address(self.undecided.of(handles, self._step))
 
     def _publish(self) -> None:
-        """Queue what was held back for the next write."""
+        """Queue the rows that were held back for the next write."""
         self._follow_samplers()
         self._address(self.undecided.unsent(self._step))
         self.outbox.rows_are_queued()
@@ -232,14 +255,14 @@ class Exchange:
             self._recover(error)
 
     def _recover(self, error: Exception) -> None:
-        """Wait until Redis can serve, and begin again: nobody knows what arrived. Raises if the
-        error is not temporary."""
+        """Wait until Redis can serve, and send again all that may not have arrived. Raises if the error is
+        not temporary."""
         self.outbox.start_over()
         self.inbox.close()
         self.stage.transport.wait_out(error)
-        self._send_again(list(self.undecided.rows))
+        self._send_again(self.undecided.handles)
 
     def _warn_if_alone(self) -> None:
-        if not self.samplers.live and time.monotonic() - self._warned_at > WARN_EVERY_S:
-            self._warned_at = time.monotonic()
+        if not self.samplers.live and self.clock() - self._warned_at > WARN_EVERY_S:
+            self._warned_at = self.clock()
             log.warning("no sampler of this model is alive, waiting for one", model=self.stage.model)

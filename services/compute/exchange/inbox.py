@@ -34,7 +34,7 @@ class Inbox:
     def ask(self, num_prompts: int) -> None:
         """Leave the reads standing, the second for up to num_prompts prompts."""
         if not self.news.num_awaited:
-            last_ids = {each.stream.key: each.last_id for each in (self.decisions, self.control, self.offered)}
+            last_ids = {reader.stream.key: reader.last_id for reader in (self.decisions, self.control, self.offered)}
             self.news.send(lambda pipe: pipe.xread(last_ids, block=STANDING_MS))
         if num_prompts > 0 and not self.requests.num_awaited:
             self.requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS))
@@ -44,14 +44,14 @@ class Inbox:
         wait_for_any([self.news] if for_decisions else [self.news, self.requests], wait_s)
 
     def take_news(self) -> News | None:
-        """Take what has come; None while the read stands."""
+        """Take the messages that have come; None while Redis holds the read."""
         if not self.news.has_reply():
             return None
         reply = self.news.receive()[-1]
         return News(self.control.take(reply), self.decisions.take(reply), self.offered.take(reply))
 
     def take_prompts(self) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Prompts that have come, and entries that nobody can read."""
+        """Prompts that have come, and entries that can't be decoded."""
         return self.prompts.take(self.requests.receive()[-1]) if self.requests.has_reply() else ([], [])
 
     def close(self) -> None:

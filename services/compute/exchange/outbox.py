@@ -6,10 +6,11 @@ the model.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.compute.exchange.active import Record, queue_records
 from services.compute.exchange.prefixes import Prefixes
-from services.compute.intake.quarantine import Record, queue_records
 from shared.wire.entries import DirectReader, append
 from shared.wire.line import Line, Pipeline
 from shared.wire.messages import StepCandidates
@@ -31,14 +32,25 @@ class Write:
 
 
 class Outbox:
-    """A line to write on, and what is to be written. decisions: the stream that is trimmed with the
-    writes; prefixes: are told with them.
+    """A line to write on, and the commands of the next write. decisions: the stream that is trimmed with
+    the writes; prefixes: are written with them.
 
     Steps are held back until publish_interval_s have passed since the last were sent, max_held of
     them at most.
     """
 
-    def __init__(self, line: Line, prompts: GroupStream, decisions: DirectReader, prefixes: Prefixes, *, publish_interval_s: float, max_held: int) -> None:
+    def __init__(
+        self,
+        line: Line,
+        prompts: GroupStream,
+        decisions: DirectReader,
+        prefixes: Prefixes,
+        *,
+        publish_interval_s: float,
+        max_held: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock = clock
         self.line = line
         self.prompts = prompts
         self.decisions = decisions
@@ -53,14 +65,14 @@ class Outbox:
 
     def hold(self, *, is_urgent: bool) -> bool:
         """A step has rows. Returns whether they go out now, with all that is held back."""
-        now = time.monotonic()
+        now = self.clock()
         step_s, self._held_at = now - self._held_at, now
         self.num_held += 1
         return is_urgent or self.num_held >= self.max_held or now + step_s > self._published_at + self.publish_interval_s
 
     def is_overdue(self) -> bool:
-        """Whether what is held back has waited for the interval."""
-        return time.monotonic() > self._published_at + self.publish_interval_s
+        """Whether the rows that are held back have waited for the interval."""
+        return self.clock() > self._published_at + self.publish_interval_s
 
     def queue(self, messages: list[tuple[str, StepCandidates]]) -> None:
         """Messages for the next write, by sampler."""
@@ -68,11 +80,11 @@ class Outbox:
 
     def rows_are_queued(self) -> None:
         """Note that nothing is held back any more."""
-        self.num_held, self._published_at = 0, time.monotonic()
+        self.num_held, self._published_at = 0, self.clock()
 
     def flush(self) -> None:
-        """Write what is to go out. What was written before has been answered by now, or nearly.
-        Raises what redis-py raises."""
+        """Write the next commands. Redis has answered the last by now, or nearly. Raises redis-py's
+        errors."""
         if self.line.num_awaited:
             self.confirm()
         write, self.next = self.next, Write()
@@ -80,13 +92,13 @@ class Outbox:
         self.line.send(lambda pipe: self._fill(pipe, write))
 
     def confirm(self) -> None:
-        """Wait for the answer to what was written. Raises what Redis said instead."""
+        """Wait for the answer to the last write. Raises redis-py's errors."""
         self.line.receive()
         self.unanswered = Write()
 
     def start_over(self) -> None:
-        """Nobody knows what arrived: the next write repeats what is not answered, but for messages
-        to samplers, which are made again."""
+        """The last write may not have arrived: the next one repeats it, without the messages to samplers,
+        which are made again."""
         self.line.close()
         self.next = Write([], self.unanswered.ended | self.next.ended, self.unanswered.records + self.next.records)
         self.unanswered = Write()

@@ -1,7 +1,8 @@
-"""Prefixes: which blocks are in this replica's prefix cache, as tokenizers are told, so that prompts
-come to where their prefix is."""
+"""Prefixes: the names of the blocks in this replica's prefix cache, in a set that tokenizers read, so that
+they send prompts to where their prefix is."""
 
 import time
+from collections.abc import Callable
 
 from services.compute.cache.block_manager import BlockManager
 from shared.model.prefix_hash import HINT_BYTES
@@ -10,19 +11,20 @@ from shared.wire.stage import Stage
 from shared.wire.streams import prefixes_key
 
 TTL_S = 10  # past the last write
-TELL_ALL_EVERY_S = 600.0  # whatever Redis may have lost
+WRITE_ALL_EVERY_S = 600.0  # in case Redis has lost some
 AT_ONCE = 1000  # names in a command
 
 
 class Prefixes:
-    """Told with whatever else is written, on the one line that keeps their order, and once a second. One
-    replica alone tells nothing."""
+    """Written with each write of the outbox, whose line keeps their order, and once a second. A replica that
+    is alone writes none."""
 
-    def __init__(self, stage: Stage, blocks: BlockManager) -> None:
+    def __init__(self, stage: Stage, blocks: BlockManager, clock: Callable[[], float] = time.monotonic) -> None:
         self.stage = stage
+        self.clock = clock
         self.blocks = blocks
         self.key = prefixes_key(stage.replica_id)
-        self._told_at = self._told_all_at = 0.0
+        self._written_at = self._all_written_at = 0.0
 
     @property
     def has_readers(self) -> bool:
@@ -34,12 +36,12 @@ class Prefixes:
         if not self.has_readers:
             self.start_over()
             return
-        now = time.monotonic()
-        if now - self._told_at > TTL_S / 2:
+        now = self.clock()
+        if now - self._written_at > TTL_S / 2:
             self.start_over()  # the set may have expired meanwhile
-        self._told_at = now
-        if self.blocks.changes is None or now - self._told_all_at > TELL_ALL_EVERY_S:
-            self._told_all_at = now
+        self._written_at = now
+        if self.blocks.changes is None or now - self._all_written_at > WRITE_ALL_EVERY_S:
+            self._all_written_at = now
             pipe.unlink(self.key)
             changes = dict.fromkeys(self.blocks.cached_blocks, True)
         else:
@@ -52,5 +54,5 @@ class Prefixes:
         pipe.expire(self.key, TTL_S)
 
     def start_over(self) -> None:
-        """Nobody knows what arrived: all of it is told again."""
+        """The last write may not have arrived: the next one has all names."""
         self.blocks.changes = None

@@ -1,5 +1,5 @@
-"""Samplers and sequences: which sampler decides for which sequence, what it has been told of it,
-and what it may forget."""
+"""Samplers: which sampler decides for which sequence, when the sequence is introduced to it, and when it
+may forget it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -15,8 +15,8 @@ PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 
 
 class Samplers:
-    """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its
-    first row there comes with an introduction."""
+    """Rendezvous hashing of its request id gives each sequence a live sampler; its first row there comes
+    with an introduction."""
 
     def __init__(self, compute_id: str, active: Mapping[int, ActiveRequest], fingerprint: str = "") -> None:
         self.compute_id = compute_id
@@ -27,8 +27,8 @@ class Samplers:
         self._forget: dict[str, list[int]] = defaultdict(list)
 
     def follow(self, live: set[str]) -> list[int]:
-        """The samplers that live now. Returns the handles of the sequences that belong to another
-        than before, or did to none."""
+        """The samplers that live now. Returns the handles of the sequences whose sampler is another than
+        before, or that had none."""
         if live == self.live:
             return []
         self.live = live
@@ -37,13 +37,13 @@ class Samplers:
                 if active.sampler_id in live:
                     self._forget[active.sampler_id].append(handle)
                 active.sampler_id = None
-        for gone in [each for each in self._forget if each not in live]:
-            del self._forget[gone]
+        for sampler_id in [name for name in self._forget if name not in live]:
+            del self._forget[sampler_id]
         return [handle for handle, active in self.active.items() if active.sampler_id is None]
 
     def address(self, rows: CandidateRows, step: int) -> list[tuple[str, StepCandidates]]:
-        """Make one message per sampler with its rows. While none is alive, none: `follow` tells
-        when that ends."""
+        """Make one message per sampler with its rows; none while no sampler is alive: `follow` returns
+        the sequences that wait when one is."""
         by_sampler: dict[str, list[int]] = defaultdict(list)
         intros: dict[str, list[SequenceIntro]] = defaultdict(list)
         for index, handle in enumerate(rows.handles.tolist()):
@@ -60,12 +60,12 @@ class Samplers:
         ]
 
     def reintroduce(self, handles: Iterable[int]) -> None:
-        """Introduce sequences again: their samplers may have forgotten them, or never heard."""
+        """Introduce sequences again: their samplers may have forgotten them, or never known them."""
         for handle in handles:
             self.active[handle].sampler_id = None
 
     def forget(self, active: ActiveRequest) -> None:
-        """The sequence has ended without its sampler's doing: it is told with the next message."""
+        """The sequence has ended here, and its sampler does not know: the next message says so."""
         if active.sampler_id is not None:
             self._forget[active.sampler_id].append(active.sequence.handle)
 

@@ -44,8 +44,8 @@ from shared.process.on_cpu import refused_on_cpu
 from shared.process.settings import ComputeSettings, EncoderSettings
 from shared.process.telemetry import get_logger
 
-# beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
-# cores
+# longer than any step, even with a kernel's compilation, or with 512 tokens of a large model on a few
+# slow cores
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
@@ -63,14 +63,14 @@ class Engine:
     runner: ModelRunner
     load_vocabulary: Callable[[], Vocabulary]  # for grammars, when the first comes
     max_model_len: int  # the longest sequence that fits, prompt and output
-    pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
+    pooling: Literal["mean", "last", "cls"]  # of embeddings whose request names none
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
     no_segments: str  # why it takes no prompts of segments; empty: it does
-    speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
+    speculators: tuple[str, ...]  # the names in --speculate that are in use
     proposers: tuple[Proposer, ...]  # those of them that have weights
-    tier: KVTier | None  # of the prefix cache, with --kv-disk
-    images: ImageEncoding | None  # None: it sees none
+    tier: KVTier | None  # the prefix cache's second tier, with --kv-disk
+    images: ImageEncoding | None  # None if the model takes no images
     max_sampled: int  # rows of logits of a step
     num_stages: int  # of the model, which compute as many steps at once
     publish_interval_s: float  # candidates of steps shorter than this go out together
@@ -78,22 +78,22 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
+class BatchLimits:
     """How large a step may be."""
 
     max_num_seqs: int
     max_batched_tokens: int
 
 
-def choose_limits(settings: ComputeSettings, device: torch.device) -> StepLimits:
-    """The limits asked for, or those that suit the device."""
+def choose_limits(settings: ComputeSettings, device: torch.device) -> BatchLimits:
+    """The limits in the settings, or the device's defaults."""
     num_seqs, num_tokens = CUDA_LIMITS if device.type == "cuda" else CPU_LIMITS
-    return StepLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
+    return BatchLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
 def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or the checkpoint's, but for float16 on a CPU, which computes it slowly.
-    Raises StartupError where it is asked for there."""
+    """The dtype in --dtype, or the checkpoint's; bfloat16 in place of float16 on a CPU, which computes
+    that slowly. Raises StartupError for --dtype float16 on a CPU."""
     if name == "float16" and device.type == "cpu":
         raise StartupError("--dtype float16 runs on a GPU only (--device cuda); a CPU takes bfloat16 or float32")
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -108,7 +108,7 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
         return ()
     if not model.is_row_invariant or settings.allow_batch_variance:
         say = log.info if settings.speculate == "auto" else log.warning
-        say("no speculation: this model's bits depend on what a step computes together", implementation=model.implementation)
+        say("no speculation: this model's results depend on the other sequences of a step", implementation=model.implementation)
         return ()
     return tuple(settings.speculate.split(","))
 
@@ -122,7 +122,7 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
 
 def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Place = ALONE) -> Model:
     """The model as the settings want it run, or this place's part of it. max_model_len: of the
-    sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
+    longest sequence, in tokens; None: as many as the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         return load_decoder(
@@ -176,8 +176,8 @@ class LoadedModels:
     model: Model
     drafting: list[DraftModel]
     speculators: tuple[str, ...]
-    limits: StepLimits
-    limit: int | None  # the longest sequence wanted, in tokens; None: what the cache holds
+    limits: BatchLimits
+    limit: int | None  # the longest sequence wanted, in tokens; None: as many as the cache holds
 
     def describe(self, settings: ComputeSettings, fingerprint: str) -> Loaded:
         """The facts that the ranks compare. fingerprint: of the model. Raises StartupError."""
@@ -217,9 +217,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     is_encoder = not model.splits_prompts
     workspace_bytes = reserve(settings, loaded, heads)
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
-    found = fingerprint(settings, files, model.backend)
+    identity = fingerprint(settings, files, model.backend)
     if group is not None:
-        group.identify(loaded.describe(settings, found.name))
+        group.identify(loaded.describe(settings, identity.name))
     size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
@@ -238,57 +238,63 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
-    scheduler = make_scheduler(settings, limits, size, found.kv, is_encoder=is_encoder)
+    scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder)
     stored = None if is_encoder else open_stored(settings, model, kv_cache, group)
-    tier = None if stored is None else KVTier(stored, scheduler.block_manager)
+    head_proposers = [] if heads is None else [make_head_proposer(heads, runner, settings)]
     return Engine(
-        scheduler, runner, tier=tier, images=images,
-        load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
-        pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
+        scheduler,
+        runner,
+        load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids),
+        max_model_len=size.max_model_len,
+        pooling=files.pooling or ("mean" if is_encoder else "last"),
+        fingerprint=identity.name,
+        is_encoder=is_encoder,
         no_segments=refuse_segments(model, settings.block_size),
-        speculators=speculators, proposers=(
-            *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
-            *chains,
-        ),
-        max_sampled=max_sampled_of(limits), num_stages=settings.pipeline_parallel_size,
-        publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
-    )  # fmt: skip
+        speculators=speculators,
+        proposers=(*head_proposers, *chains),
+        tier=None if stored is None else KVTier(stored, scheduler.block_manager),
+        images=images,
+        max_sampled=max_sampled_of(limits),
+        num_stages=settings.pipeline_parallel_size,
+        publish_interval_s=choose_publish_interval(settings, device),
+        step_timeout_s=choose_step_timeout(settings, device),
+    )
 
 
 def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
     """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
     with first_kernels(loaded.device):
-        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(each.model for each in loaded.drafting)]
+        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(draft.model for draft in loaded.drafting)]
         longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
-        workspaces = [each.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for each in models]
+        workspaces = [model.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for model in models]
         workspaces += [] if heads is None else [heads.workspace(num_tokens, longest)]
         return total_bytes(workspaces)
 
 
-def max_sampled_of(limits: StepLimits) -> int:
+def max_sampled_of(limits: BatchLimits) -> int:
     """The rows of logits that a step may have."""
     return max(limits.max_num_seqs, PROMPT_ROWS)
 
 
 def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[CacheShape]:
     """The models that have a KV cache: of all ranks together, where these have one memory."""
-    models = [loaded.model, *(each.model for each in loaded.drafting if each.has_own_kv)]
+    models = [loaded.model, *(draft.model for draft in loaded.drafting if draft.has_own_kv)]
     is_one_memory = end is not None and end.memory_fd is not None and loaded.device.type == "cpu"
     if not is_one_memory:
-        return [each.config for each in models]
-    return [each.cache_of_all_ranks for each in models if isinstance(each, Decoder)]
+        return [model.config for model in models]
+    return [model.cache_of_all_ranks for model in models if isinstance(model, Decoder)]
 
 
-def load_images(settings: ComputeSettings, limits: StepLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
+def load_images(settings: ComputeSettings, limits: BatchLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
         return None
     if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
         log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
         return None
-    if (least := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
+    if (needed := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
         reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
-        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {least}: {reason}")
+        raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {needed}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
     return ImageEncoding(tower, files.vision_folder, files.vision, settings.image_cache, token_bytes)
@@ -345,7 +351,7 @@ def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
+class CacheCapacity:
     """How many blocks the cache has, and how long a sequence can become in them."""
 
     num_blocks: int
@@ -354,21 +360,21 @@ class CacheSize:
 
 def size_cache(
     settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int, end: Group | Member | None,
-) -> CacheSize:  # fmt: skip
+) -> CacheCapacity:  # fmt: skip
     """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
-    limit: the longest sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
+    limit: the longest sequence wanted, in tokens; None: as many as the cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
     if end is not None:
         num_blocks = agree_on_blocks(end, num_blocks)
-    return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
+    return CacheCapacity(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(settings: ComputeSettings, limits: StepLimits, model: Model, limit: int | None) -> CacheSize:
+def size_encoder_cache(settings: ComputeSettings, limits: BatchLimits, model: Model, limit: int | None) -> CacheCapacity:
     """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
     they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
     num_blocks = limits.max_num_seqs * -(-(longest or limits.max_batched_tokens) // settings.block_size)
-    return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
+    return CacheCapacity(num_blocks, smallest(longest, num_blocks * settings.block_size))
 
 
 @overload
@@ -380,13 +386,13 @@ def smallest(limit: int | None, other: int | None) -> int | None: ...
 
 
 def smallest(limit: int | None, other: int | None) -> int | None:
-    """The smaller of two limits, of which either may be missing."""
-    return min((each for each in (limit, other) if each is not None), default=None)
+    """The smaller of two limits; None stands for no limit."""
+    return min((known for known in (limit, other) if known is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, limits: StepLimits, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
-    fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
+    fits in a step, and no text shares another's blocks. kv_fingerprint: of the cache's contents."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
     return Scheduler(
         block_manager,

@@ -1,14 +1,16 @@
-"""A step in flight: it runs on a device that draws its tokens, and nothing of it has been read yet.
+"""A step in flight: it runs on a device that draws its tokens, and its results have not been read yet.
 
 `launch`: each sequence of the step has a token that is PENDING. So the next step can be scheduled,
-and launched on what the device draws. `collect`: the candidates are read, and the token becomes
-what the sampler will decide. The device's draw has no authority: where the host's is another, or
-ends its sequence, the next step's row is discarded, like everything computed from a wrong token.
+and launched on the token that the device draws. `collect`: the candidates are read, and the token
+becomes the one that the sampler will decide. The device's draw has no authority: where the host draws
+another token, or one that ends the sequence, the next step's row is discarded, like everything
+computed from a wrong token.
 
-A sequence with drafts has several rows, and PENDING is what the last of them decides. The drafts
-stand as far as each is what the row before it draws; that row's token follows them, and what is
-behind it is discarded. So each token is what a step of its own would have decided. How many stand is
-not known before: a step with drafts is collected before another is scheduled.
+A sequence with drafts has several rows, and PENDING is the token that the last of them decides. A
+draft stands if the row before it draws it, and all drafts before it stand; the token of the last
+standing row follows, and all rows behind it are discarded. So each token is the one that a step of its
+own would have decided. The number of drafts that stand is not known before: a step with drafts is
+collected before another is scheduled.
 
 Where only the host draws, a step is collected as soon as it is launched.
 """
@@ -47,7 +49,7 @@ class Flight:
     reduction: Reduction
     rows: dict[RowKey, Prefix]  # of each sequence its first ones, without a gap
     began_at: float  # perf_counter, s: when the step was begun
-    # what the next step may be launched on before this one is collected; None: nothing
+    # the tokens that the next step may be launched on before this one is collected; None: the host draws
     drawn: DrawnTokens | None
 
 
@@ -63,19 +65,19 @@ class Collected:
 
 
 def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey, Prefix]:
-    """The rows of logits that a step samples, in its order: not of sequences that have ended since,
-    or whose rows were computed from a wrong token."""
-    found: dict[RowKey, Prefix] = {}
+    """The rows of logits that a step samples, in its order, without those of sequences that have ended
+    since, or whose rows were computed from a wrong token."""
+    rows: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         sequence = scheduler.running.get(row.handle)
         if sequence is not None and sequence.kv.num_computed == row.num_context_tokens:
             prefixes = [Prefix(sequence, row.num_computed_tokens + index + 1) for index in row.sampled]
-            found.update({prefix.key: prefix for prefix in prefixes})
-    return found
+            rows.update({prefix.key: prefix for prefix in prefixes})
+    return rows
 
 
 def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
-    """Drop the drafts of sequences that have lost their blocks since: their rows come to nothing."""
+    """Drop the drafts of sequences that have lost their blocks since: their rows are not valid."""
     for row in step.batch.rows:
         sequence, first = step.sequences[row.handle], row.num_computed_tokens + row.sampled.start + 1
         is_valid = row.handle in scheduler.running and sequence.kv.num_computed == row.num_context_tokens
@@ -84,9 +86,9 @@ def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
 
 
 def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
-    """The step's reduction has begun. What could not be edited has no token PENDING; behind such a
-    row a sequence's drafts come to nothing."""
-    edited = {each.prefix.key: each.prefix for each in reduction.edited}
+    """The step's reduction has begun. A row that could not be edited gets no PENDING token, and the
+    sequence's drafts behind it are dropped."""
+    edited = {row.prefix.key: row.prefix for row in reduction.edited}
     rows: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         prefixes = [edited[key] for key in takewhile(edited.__contains__, row.decides)]
@@ -104,13 +106,12 @@ def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: 
 
 
 def collect(flight: Flight, scheduler: Scheduler) -> Collected:
-    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide, or
-    goes with the drafts that were not drawn; after a token that ends its sequence nothing is
-    computed."""
+    """Wait for the candidates. A PENDING token becomes the one that the sampler will decide, or is dropped
+    with the drafts that were not drawn; behind a token that ends its sequence nothing is computed."""
     rows = flight.reduction.finish()
     chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
-    drawn = {} if drawn_ids is None else dict(zip([each.prefix.key for each in flight.reduction.edited], drawn_ids.tolist(), strict=True))
+    drawn = {} if drawn_ids is None else dict(zip([row.prefix.key for row in flight.reduction.edited], drawn_ids.tolist(), strict=True))
     kept: set[RowKey] = set()
     decided: dict[int, int] = {}
     failures: dict[int, RequestError] = {}
@@ -141,8 +142,8 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
 
 
 def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
-    """The sequence's rows that a step of their own would have had: each is computed on what
-    the ones before it draw. Behind a row without a token, or with a last one, none stands."""
+    """The sequence's rows that are computed on the tokens that the rows before them draw. No row stands
+    behind one without a token, or with the sequence's last token."""
     standing = [prefixes[0]]
     for before, prefix in pairwise(prefixes):
         token_id = chosen[before.key]

@@ -1,10 +1,9 @@
-"""THE LOOP: receive, apply, schedule, run, reduce, collect, send. What it does not do itself is one
-call away.
+"""THE LOOP: receive, apply, schedule, run, reduce, collect, send. All other work is one call away.
 
 No step waits for its decisions. Compute has the candidates, the parameters, the seed and the
 position, and deciding is a pure function: so it takes the token that the sampler will decide and
-goes on. The sampler stays the authority. What the log holds comes in while a later step runs; where
-it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
+goes on. The sampler stays the authority. The log's tokens come in while a later step runs; where one
+differs, the sequence is truncated to the log. No client sees a token that is not in the log.
 
 One pipeline has three depths. A step is launched; it leaves the model, at once or when later steps
 have filled the model's stages; then it is in flight until it is collected. Where the host draws the
@@ -21,10 +20,9 @@ from typing import Any
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
-from services.compute.exchange.active import ActiveRequest
-from services.compute.exchange.embeddings import write_embeddings
+from services.compute.exchange.active import ActiveRequest, Decision
 from services.compute.exchange.exchange import Exchange
-from services.compute.exchange.undecided import LOST, Decision
+from services.compute.exchange.undecided import LOST
 from services.compute.execution.executor import DrawnTokens, Executor
 from services.compute.execution.pooling import pool
 from services.compute.intake.admit import TIMEOUT_ERROR, Admitter
@@ -36,10 +34,9 @@ from services.compute.sequence import Prefix, Sequence
 from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.speculation import Speculation
-from services.compute.telemetry.load_figures import load_figures
 from services.compute.telemetry.spans import RequestSpans
 from services.compute.telemetry.step_meter import StepMeter
-from services.compute.telemetry.view import Snapshot, make_view
+from services.compute.telemetry.view import Snapshot, load_figures, make_view
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
 from shared.wire.line import Pipeline
@@ -54,13 +51,23 @@ UPKEEP_EVERY_S = 1.0
 FIGURES_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
-# that a step waits for masks when its forward pass is over; rows without one sit out
-MASK_BUDGET_S = 0.01
+MASK_BUDGET_S = 0.01  # for masks, when a step's forward pass is over; rows without one sit out
 
 
 class ComputeService:
-    def __init__(self, stage: Stage, settings: ComputeSettings, engine: Engine) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        settings: ComputeSettings,
+        engine: Engine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """clock, wall_clock: s."""
         assert stage.model is not None
+        self.clock = clock
+        self.wall_clock = wall_clock
         self.stage = stage
         self.settings = settings
         self.model = stage.model
@@ -68,25 +75,41 @@ class ComputeService:
         self.tier = engine.tier
         self.images = engine.images
         self.executor: Executor = engine.runner
-        self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
+        self.active: dict[int, ActiveRequest] = {}  # by handle: the requests that this replica answers for
         self.exchange = Exchange(
-            stage, self.active, self.scheduler.block_manager, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead - 1)
+            stage,
+            self.active,
+            self.scheduler.block_manager,
+            publish_interval_s=engine.publish_interval_s,
+            max_held=max(1, settings.run_ahead - 1),
+            clock=clock,
+            wall_clock=wall_clock,
         )
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
-        self.speculation = Speculation(make_proposers(engine.speculators, self.constraints, engine.proposers), self.constraints, self.executor.vocab_size)
-        # what holds for each step; the rest of a step's policy is made before it
+        proposers = make_proposers(engine.speculators, self.constraints, engine.proposers)
+        self.speculation = Speculation(proposers, self.constraints, self.executor.vocab_size)
+        # the bounds that all steps have; `next_policy` adds those of one step
         self.base_policy = StepPolicy(
             num_stages=engine.num_stages,
             drafting=self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled),
             splits_prompts=not engine.is_encoder,
             awaits_restoring=self.tier is not None,
         )
-        self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
+        self.admitter = Admitter(
+            stage,
+            engine,
+            self.exchange,
+            self.constraints,
+            self.speculation,
+            self.active,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
         self.readers = Readers(settings.reader_timeout_s)
         self.in_model: deque[StepInModel] = deque()  # oldest first: steps that have not left the model
-        self.flight: Flight | None = None  # the step that has left the model, and is not read
+        self.flight: Flight | None = None  # the step that has left the model, and is not collected yet
         self.meter = StepMeter()
-        self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
+        self.spans = RequestSpans(stage.tracer, wall_clock) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = self._figures_at = 0.0
         self._num_changes = 0  # the admitter's, when the snapshot was left
@@ -104,7 +127,7 @@ class ComputeService:
         while not self.stage.stopping.is_set():
             self.step()
             self.stage.mark_alive()
-            if time.monotonic() - self._upkept_at > UPKEEP_EVERY_S:
+            if self.clock() - self._upkept_at > UPKEEP_EVERY_S:
                 self.upkeep()
         self.stage.leave()
         for active in self.active.values():
@@ -115,15 +138,15 @@ class ComputeService:
 
     def step(self) -> None:
         """One step. Messages that have come are applied first: a sequence that has ended must not run
-        again. As many steps are on their way as the model has stages; one that has left the last is
+        again. As many steps are on their way as the model has stages; one that has left the last stage is
         reduced, and collected when the next one runs, or at once."""
         self.leave_snapshot()
-        is_encoding = self.encode()
+        self.encode()
         self.meter.begin()
         self.receive()
         self.leave_snapshot()
         policy = self.next_policy()
-        is_restored = self.tier is None or self.tier.restore(self.scheduler.next_to_begin(policy), self.scheduler.step_cost.token_s)
+        is_restored = self.restore(policy)
         batch = self.scheduler.schedule(policy)
         self.meter.lap("schedule")
         if batch is not None:
@@ -133,18 +156,27 @@ class ComputeService:
         elif batch is None and self.flight is not None:
             self.collect(self.flight)
         elif batch is None and is_restored:
-            self.receive(wait_s=OPENING_WAIT_S if is_encoding or self.constraints.opening or policy.held else IDLE_WAIT_S)
+            self.wait(policy)
 
-    def encode(self) -> bool:
-        """One call of the images' encoder, if it has something to do and it is its turn. Returns whether
-        images are left."""
+    def encode(self) -> None:
+        """One call of the images' encoder, if it has something to do and it is its turn."""
         for sequence, error in self.admitter.encode():
             self.cancel(self.active[sequence.handle], error)
-        return self.images is not None and bool(self.images.opening)
+
+    def restore(self, policy: StepPolicy) -> bool:
+        """Read blocks of sequences that may begin in the next step from the second tier, for a bounded time.
+        Returns whether all are read."""
+        return self.tier is None or self.tier.restore(self.scheduler.next_to_begin(policy), self.scheduler.step_cost.token_s)
+
+    def wait(self, policy: StepPolicy) -> None:
+        """Wait for messages: there is nothing to compute. A short wait if an image, a grammar or a mask may
+        be ready first."""
+        is_encoding = self.images is not None and bool(self.images.opening)
+        self.receive(wait_s=OPENING_WAIT_S if is_encoding or self.constraints.opening or policy.held else IDLE_WAIT_S)
 
     def next_policy(self) -> StepPolicy:
-        """The bounds of the next step. Steps that are on their way are taken in first where the next one must
-        know them, or must run alone."""
+        """The bounds of the next step. Steps that are on their way are collected first where the next one must
+        know their tokens, or must run alone."""
         quarantine = self.admitter.quarantine
         if quarantine.suspects:
             self.empty_stages()  # a step that kills this replica is blamed on the sequences in it
@@ -159,8 +191,9 @@ class ComputeService:
         return replace(self.base_policy, apart=apart, held=held, in_stages=in_stages)
 
     def start_step(self, batch: ScheduledBatch) -> None:
-        """Run a scheduled step, on what the step before draws; then collect that one, which says what of
-        this one is still valid. With no step before it, masks are filled while it runs."""
+        """Run a scheduled step, on the tokens that the step before it draws; then collect that one, which
+        shows the rows of this one that are still valid. With no step before it, masks are filled while it
+        runs."""
         sequences = {row.handle: self.scheduler.get(row.handle) for row in batch.rows}
         before, began_at = self.flight, self.meter.began_at
         rows = rows_still_valid(batch, self.scheduler) if before is None and self.base_policy.num_stages == 1 else None
@@ -176,7 +209,7 @@ class ComputeService:
             self.reduce(self.in_model.popleft())
 
     def run_step(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> Any:
-        """The step up to the head; whole blocks are saved."""
+        """Run the step up to the head, and save whole blocks."""
         self.announce(batch)
         hidden = self.executor.run(batch, drawn)
         if self.tier is not None:
@@ -184,14 +217,14 @@ class ComputeService:
         return hidden
 
     def announce(self, batch: ScheduledBatch) -> None:
-        """Write down what may be blamed if the step kills this replica."""
+        """Write down the requests that are blamed if the step kills this replica."""
         if batch.num_decodes < len(batch.rows):
-            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
+            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], self.wall_clock())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
     def reduce(self, step: StepInModel) -> None:
         """Make candidates of a step that has left the model, for the rows that are valid. It is in flight
-        then; it is collected at once unless a device has drawn what the next step needs."""
+        then; it is collected at once unless a device has drawn the tokens that the next step needs."""
         batch, hidden, get = step.batch, step.hidden, step.sequences.__getitem__
         has_stages = self.base_policy.num_stages > 1
         if has_stages:
@@ -217,20 +250,20 @@ class ComputeService:
         self.fail(failures | {key.handle: reduction.failures[key] for key in batch.firsts if key in reduction.failures})
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
-        """Before a step with chunks, which takes long: send rows that are held back, and write down who begins
-        here, for a sequence begins with a chunk."""
+        """Before a step with chunks, which takes long: send rows that are held back, and write down the
+        requests that begin here, for a sequence begins with a chunk."""
         if new := [active for active in chunks if not active.scheduled_at]:
             for active in new:
                 active.scheduled_at = started_at
             groups = {active.sequence.request.group_id for active in new} - {None}
             if groups:  # the other choices of a prompt are blamed with the first
                 new += [active for active in self.active.values() if active.sequence.request.group_id in groups and not active.scheduled_at]
-            self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
+            self.exchange.remember(self.admitter.quarantine.records_of(new, has_run=True))
         self.exchange.publish_held()
 
     def hold_back(self, late: list[Prefix], handles: set[int]) -> None:
-        """Rows whose masks were late: what was computed of them is dropped, and they run again when
-        the masks are there. handles: of all sequences with late masks, be it behind drafts."""
+        """Drop the rows whose masks were late; they run again when the masks are there. handles: of all
+        sequences with late masks, also of rows behind drafts."""
         self.constraints.hold_back(handles)
         for prefix in late:
             self.scheduler.take_back(prefix)
@@ -243,7 +276,7 @@ class ComputeService:
         flight.reduction.searching.wait()
         self.meter.lap("forward")
         if self.spans is not None:
-            self.spans.computed(batch, self.active, time.time() - (time.perf_counter() - flight.began_at))
+            self.spans.computed(batch, self.active, self.wall_clock() - (time.perf_counter() - flight.began_at))
         collected = collect(flight, self.scheduler)
         self.speculation.computed(batch, flight.hidden, collected.decided)
         self.meter.lap("reduce")
@@ -264,18 +297,18 @@ class ComputeService:
                 self.cancel(self.active[handle], error)
 
     def embed(self, batch: ScheduledBatch, hidden: Any, get: Callable[[int], Sequence]) -> dict[int, RequestError]:
-        """End the requests whose embeddings are whole now: no sampler has a part in them. Returns
-        by handle which have failed, and why."""
+        """End the requests whose embeddings are complete now. Returns the errors of those that failed, by
+        handle."""
         embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items() if handle in self.active]
         if ended:
-            self.stage.transport.run(lambda pipe: write_embeddings(pipe, self.model, ended, self.stage.replica_id))
+            self.exchange.end_embedded(ended)
         for active, _ in ended:
             self.end(active, tell_sampler=False, is_complete=False, outcome="finished")
         return {handle: RequestError(reason) for handle, reason in failures.items()}
 
     def receive(self, *, wait_s: float = 0.0) -> None:
-        """Take in what has come; with wait_s, once something has, or after that time."""
+        """Apply the messages that have come; with wait_s, wait for the first up to that time."""
         inbox = self.exchange.receive(self.admitter.num_wanted, wait_s=wait_s)
         if wait_s and self.active:
             self.meter.lap("wait")
@@ -289,11 +322,12 @@ class ComputeService:
         self.admitter.steal()
         for sequence, error in self.admitter.open():
             self.cancel(self.active[sequence.handle], error)
-        for sequence in self.scheduler.waiting.expired(time.time()):
+        for sequence in self.scheduler.waiting.expired(self.wall_clock()):
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)
 
     def apply(self, decision: Decision) -> None:
-        """The log holds this token now; if it is not the one foreseen, or the last, what was computed on it is dropped."""
+        """The log holds this token now; if it is not the foreseen one, or ends the sequence, all that was
+        computed behind it is dropped."""
         active = self.active.get(decision.handle)
         if active is None:
             return  # ended by an earlier one of this batch
@@ -323,7 +357,7 @@ class ComputeService:
         """Drop tokens foreseen beyond the first num_tokens, and the rows after that position."""
         self.num_surplus_tokens += len(active.sequence.tokens) - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
-        self.exchange.undecided.forget(active.sequence.handle, position)
+        self.exchange.undecided.truncate(active.sequence.handle, position)
 
     def hand_on(self) -> None:
         """Hand sequences that have not begun, the last in rank, to replicas with less to do."""
@@ -331,9 +365,12 @@ class ComputeService:
         if num_surplus <= 0:
             return
         waiting = [
-            each for each in self.scheduler.waiting if not each.has_begun and not each.tokens.num_output and each.handle not in self.scheduler.policy.apart
+            sequence
+            for sequence in self.scheduler.waiting
+            if not sequence.has_begun and not sequence.tokens.num_output and sequence.handle not in self.scheduler.policy.apart
         ]
-        surplus = [self.active[each.handle] for each in sorted(waiting, key=lambda each: (each.rank, each.handle))[-num_surplus:]]
+        waiting.sort(key=lambda sequence: (sequence.rank, sequence.handle))
+        surplus = [self.active[sequence.handle] for sequence in waiting[-num_surplus:]]
         for active in surplus:
             self.give_up(active, "handed over")
         self.release([active.entry_id for active in surplus])
@@ -347,23 +384,24 @@ class ComputeService:
         """Another replica has the request, or will."""
         self.trace_end(active, outcome)
         self.leave_scheduler(active, is_complete=False)
-        self.exchange.drop(active)
+        self.exchange.samplers.forget(active)
         self.admitter.forget(active)
 
     def handle_control(self, message: Control) -> None:
-        handles = self.admitter.handles_of(message.request_ids)
+        request_ids = frozenset(message.request_ids)
+        requests = [active for active in self.active.values() if active.message.request_id in request_ids]
         if message.action == "cancel":
-            for handle in handles:
-                self.cancel(self.active[handle])
+            for active in requests:
+                self.cancel(active)
         elif message.action == "attach":
-            for handle in handles:
-                self.active[handle].gateway_id = message.gateway_id
+            for active in requests:
+                active.gateway_id = message.gateway_id
         elif message.action == "refresh":
             self.stage.refresh()
 
     def cancel(self, active: ActiveRequest, error: RequestError | None = None) -> None:
-        """End a request before its time, with an error if it is ours. Its blocks are free before
-        the next step."""
+        """End a request before its time, with an error if this replica is the cause. Its blocks are free
+        before the next step."""
         sequence = active.sequence
         self.stage.transport.run(
             lambda pipe: end_request(pipe, self.model, sequence.request.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_ids)
@@ -388,7 +426,7 @@ class ComputeService:
             self.spans.ended(active, outcome)
 
     def leave_scheduler(self, active: ActiveRequest, *, is_complete: bool) -> None:
-        if self.admitter.is_scheduled(active.sequence):
+        if self.admitter.is_scheduled(active):
             self.scheduler.finish(active.sequence, is_complete=is_complete)
 
     def drop_taken_over(self) -> None:
@@ -400,8 +438,8 @@ class ComputeService:
             self.give_up(active, "taken over")
 
     def upkeep(self) -> None:
-        """Every second: take over what dead replicas left, and end what nobody reads any more."""
-        self._upkept_at = time.monotonic()
+        """Every second: claim the requests that dead replicas left, and end those whose gateways are gone."""
+        self._upkept_at = self.clock()
         self.drop_taken_over()
         self.exchange.follow_clock()
         self.exchange.tell_prefixes()
@@ -410,18 +448,18 @@ class ComputeService:
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):
             if active.gateway_id in gone:
-                log.info("nobody reads this request", request_id=active.message.request_id, gateway_id=active.gateway_id)
+                log.info("the gateway that read this request is gone", request_id=active.message.request_id, gateway_id=active.gateway_id)
                 self.cancel(active)
 
     def leave_snapshot(self) -> None:
-        """Leave the heartbeat what it sends: entries to keep, whenever requests have come or gone; figures
+        """Make the snapshot that the heartbeat sends: entries to keep, whenever requests have come or gone; figures
         and view now and then."""
         if self.admitter.num_changes != self._num_changes:
             self._num_changes = self.admitter.num_changes
             self.snapshot = replace(self.snapshot, entry_ids=tuple(active.entry_id for active in self.active.values()))
-        if time.monotonic() < self._figures_at + FIGURES_EVERY_S:
+        if self.clock() < self._figures_at + FIGURES_EVERY_S:
             return
-        self._figures_at = time.monotonic()
+        self._figures_at = self.clock()
         figures = (self.tier.figures() if self.tier is not None else {}) | (self.images.figures() if self.images is not None else {})
         self.stage.load = load_figures(
             self.meter,

@@ -1,6 +1,6 @@
-"""Steps of every kind before a GPU's server says that it is ready: so no request waits for a kernel
-to be compiled, and what can't run there is said at once, instead of ending one server after the
-other with the first requests.
+"""Steps of every kind before a GPU's server is ready: so no request waits for a kernel's compilation, and a
+step that can't run there ends this server at its start, not one server after the other with the first
+requests.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from shared.process.errors import StartupError
 
 # tokens of a step whose results are searched
 SINGLES = (1, 17, 65)
-CHUNK = 70  # tokens, beside a single one
+CHUNK = 70  # tokens, in a step with a single one
 DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, top_p=0.9, logprobs=2), SamplingParams(max_tokens=1, top_k=256))
 
 
 def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
-    """Run them, of so many sequences at most. What they write lies in blocks that nobody holds
+    """Run these steps, of up to max_num_seqs sequences. They write into blocks that no sequence holds
     yet."""
     record_steps(runner, max_num_seqs)
     runner.kv_cache.copy_blocks(((0, 0),))
@@ -39,7 +39,7 @@ def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
 
 
 def record_steps(runner: ModelRunner, max_num_seqs: int) -> None:
-    """Run a step of every size that is recorded, of so many sequences at most."""
+    """Run a step of every size that is recorded, of up to max_num_seqs sequences."""
     for size in recorded_sizes(max_num_seqs):
         lens = [1] * min(size, max(max_num_seqs, MOST_TOKENS))
         for has_holes in (False, True) if runner.model.takes_segments else (False,):
@@ -47,7 +47,7 @@ def record_steps(runner: ModelRunner, max_num_seqs: int) -> None:
 
 
 def make_step(runner: ModelRunner, lens: list[int], *, has_holes: bool = False) -> ScheduledBatch:
-    """A step of sequences of so many tokens each."""
+    """A step of sequences of these lengths, in tokens."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
     block_lens = (runner.kv_cache.block_size,) * len(table) if has_holes else ()
     rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length), block_lens=block_lens) for handle, length in enumerate(lens))
@@ -61,13 +61,13 @@ def check_numbers(runner: ModelRunner, name: str) -> None:
     hidden = runner.run(batch)
     numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
     if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest
-        raise StartupError(f"{name}: what it computes are no numbers: the weights hold NaN or infinite values, or this dtype can't hold what they make")
+        raise StartupError(f"{name}: its results are NaN or infinite: its weights are, or this dtype can't hold its activations; try another --dtype")
 
 
 @contextmanager
 def first_kernels(device: torch.device) -> Iterator[None]:
-    """Raise StartupError on a GPU, in one line, for whatever keeps a kernel from running: of the
-    compiler, of the driver, of the kernel itself."""
+    """Raise StartupError on a GPU, in one line, for any error of the compiler, of the driver or of a
+    kernel."""
     try:
         yield
     except (StartupError, torch.OutOfMemoryError):

@@ -17,7 +17,7 @@ from services.compute.backends.gathered import ELSEWHERE
 from services.compute.backends.host_memory import shared_memory
 from services.compute.cache.kv_cache import KVCache
 from services.compute.cache.kv_store import KVStore
-from services.compute.cache.stored_cache import NothingStored, Stored, StoredCache
+from services.compute.cache.stored_cache import BlockStore, NothingStored, StoredCache
 from services.compute.execution.executor import DrawnTokens
 from services.compute.execution.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
@@ -244,7 +244,7 @@ class LeadingRunner(ModelRunner):
         return super().run(batch, drawn)
 
 
-def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None) -> Stored | None:
+def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None) -> BlockStore | None:
     """The copies of the cache's blocks that --kv-disk asks for, of all ranks that have a part of the
     cache; None: nobody asks. Raises StartupError."""
     has_parts = end is not None and not settings.shard_weights
@@ -265,7 +265,7 @@ def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end:
 
 
 class StoredRanks:
-    """A Stored, of the cache that all ranks of a group have together."""
+    """The BlockStore of the cache that all ranks of a group have together."""
 
     def __init__(self, own: StoredCache, group: Group) -> None:
         self.own = own
@@ -310,7 +310,7 @@ class StoredRanks:
         self.own.close()
 
 
-def carry_out(command: Any, runners: Sequence[ModelRunner], stored: Stored | None, answer: Callable[[Any], None]) -> None:
+def carry_out(command: Any, runners: Sequence[ModelRunner], stored: BlockStore | None, answer: Callable[[Any], None]) -> None:
     """Do this rank's part of what rank 0 does. runners: of the replica's models, by number; answer: tells
     rank 0."""
     if isinstance(command, RunStep | RunHead):

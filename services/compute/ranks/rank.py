@@ -2,7 +2,7 @@
 nothing of requests, and does not speak to Redis."""
 
 from services.compute.cache.kv_cache import KVCache, choose_group
-from services.compute.cache.stored_cache import Stored
+from services.compute.cache.stored_cache import BlockStore
 from services.compute.execution.model_runner import ModelRunner
 from services.compute.loop.engine import cached_models, choose_step_timeout, load_models, reserve, room_for, size_cache
 from services.compute.ranks.group.ends import Member
@@ -24,7 +24,7 @@ def run_rank(settings: ComputeSettings, files: ModelFiles, member: Member) -> No
         stored.close()
 
 
-def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -> tuple[list[ModelRunner], Stored | None]:
+def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -> tuple[list[ModelRunner], BlockStore | None]:
     """This rank's part of the model, and of those that draft for it, by number; and the copies of its
     part of the KV cache, if there are any."""
     loaded = load_models(settings, files, member)

@@ -1,30 +1,32 @@
-"""A step in the making, and its rows."""
+"""The step that is being scheduled, and its rows."""
 
 from dataclasses import dataclass, field
 
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow
-from shared.model.segments import Layout
 
-FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
+FIRST_CHUNK = 64  # tokens of prompts in a step with decodes, while a step's cost is not known yet
 
 
 @dataclass(slots=True)
 class NewStep:
-    # one token behind: each computes that token and gets the next
-    decodes: list[Sequence] = field(default_factory=list)
-    # and how many of its uncomputed tokens
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)  # one token behind: they compute it, and get the next
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with the number of tokens to compute
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.chunks
 
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum([count for _, count in self.chunks])
 
-    def room(self, most: int, cost: StepCost | None, bound_s: float | None, at_least: int) -> int:
-        """The tokens that may be added to its decodes: of `most` in all, and so many at least
-        within the time. cost: None if it is not known yet; bound_s: None if nothing bounds it."""
-        left = most - len(self.decodes)
+    def room(self, max_tokens: int, cost: StepCost | None, bound_s: float | None, at_least: int) -> int:
+        """The tokens that may be added to the decodes: max_tokens in all, within the time bound, but
+        at_least if the bound leaves fewer. cost: None while it is not known; bound_s: None if there is no
+        time bound."""
+        left = max_tokens - len(self.decodes)
         if bound_s is None:
             return left
         if cost is None:
@@ -34,56 +36,47 @@ class NewStep:
 
 
 def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
-    """The row of the sequence's next num_tokens tokens, of which the last num_drafts are guessed.
-    They count as computed from now on, and the logprobs of its prompt as scored that follow from
-    them."""
-    first, last = sequence.kv.num_computed, sequence.kv.num_computed + num_tokens
-    is_sampled = last == len(sequence.tokens.ids) and sequence.request.embedding is None
+    """The row of the sequence's next num_tokens tokens; the last num_drafts of them are drafts. The tokens
+    count as computed from now on, and the prompt's logprobs that follow from them as scored."""
+    request, token_ids, kv, num_prompt = sequence.request, sequence.tokens.ids, sequence.kv, sequence.tokens.num_prompt
+    first, last = kv.num_computed, kv.num_computed + num_tokens
+    is_sampled = last == len(token_ids) and request.embedding is None
     sampled = range(num_tokens - 1 - num_drafts, num_tokens) if is_sampled else range(0)
     pooled = sequence.pooled_tokens(first, last)
     first_target, target_ids = (0, ()) if sequence.is_scored else take_targets(sequence, last)
-    token_ids = tuple(sequence.tokens.ids[first:last])
-    if (layout := sequence.request.layout) is not None:
-        sequence.kv.advance(layout.skip_holes(last))
-        return segment_row(sequence, layout, token_ids, first, sampled)
-    sequence.kv.advance(last)
+    context = request.layout.context(kv.block_table.frozen, first, num_tokens)
+    kv.advance(request.layout.skip_holes(last))
     return BatchRow(
-        sequence.handle, token_ids, first, sequence.kv.block_table.frozen, sampled, sequence.tokens.num_prompt,
-        first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
-        sequence.request.position_shift if first >= sequence.tokens.num_prompt else 0, images=sequence.request.images_in(first, last),
-        sees_whole_images=sequence.request.sees_whole_images, positions=positions_of(sequence, first, last),
-    )  # fmt: skip
+        handle=sequence.handle,
+        token_ids=tuple(token_ids[first:last]),
+        num_computed_tokens=context.num_tokens,
+        block_table=context.blocks,
+        sampled=sampled,
+        num_prompt_tokens=num_prompt,
+        first_target=first_target,
+        target_ids=target_ids,
+        pooled=range(pooled.start - first, pooled.stop - first) if pooled else pooled,
+        position_shift=context.position_shift + (request.position_shift if first >= num_prompt else 0),
+        block_lens=context.block_lens,
+        images=request.images_in(first, last),
+        sees_whole_images=request.sees_whole_images,
+        positions=positions_of(sequence, first, last),
+    )
 
 
 def positions_of(sequence: Sequence, first: int, last: int) -> tuple[tuple[int, ...], ...]:
-    """The positions of the tokens [first, last), where those of its prompt have three dimensions and some
-    are among them."""
+    """The three-dimensional positions of the tokens [first, last); () if the prompt has none, or no token
+    is of the prompt."""
     if sequence.request.positions is None or first >= sequence.tokens.num_prompt:
         return ()
     of_prompt = sequence.request.positions[:, first:last]
     behind = range(sequence.tokens.num_prompt + sequence.request.position_shift, last + sequence.request.position_shift)
-    return tuple((*each, *behind) for each in of_prompt.tolist())
-
-
-def segment_row(sequence: Sequence, layout: Layout, token_ids: tuple[int, ...], first: int, sampled: range) -> BatchRow:
-    """The row of some tokens of one segment, from the slot `first` on: its blocks are those of what
-    the segment sees, then its own."""
-    number, size, lens = layout.at(first), layout.block_size, layout.block_lens
-    table: list[int] = sequence.kv.block_table
-    start, end = layout.starts[number], -(-(first + len(token_ids)) // layout.block_size)
-    own, num_seen = table[start // size : end], start
-    if number < len(layout.segments) - 1:  # the last one sees all
-        seen = layout.seen_blocks(number)
-        table, lens, num_seen = [table[each] for each in seen], [lens[each] for each in seen], len(seen) * size
-    return BatchRow(
-        sequence.handle, token_ids, num_seen + first - start, (*table[: num_seen // size], *own), sampled, sequence.tokens.num_prompt,
-        position_shift=layout.segments[number].position - num_seen, block_lens=(*lens, *(size,) * len(own)),
-    )  # fmt: skip
+    return tuple((*dimension, *behind) for dimension in of_prompt.tolist())
 
 
 def take_targets(sequence: Sequence, num_computed: int) -> tuple[int, tuple[int, ...]]:
-    """The place of the first token of its prompt that has no logprobs yet, and that token and those
-    after it that follow one of its first num_computed tokens."""
+    """The tokens of the prompt whose logprobs follow from its first num_computed tokens, and are not
+    computed yet: the place of the first, and their ids."""
     first_target = sequence.num_scored_tokens + 1
     target_ids = tuple(sequence.tokens.ids[first_target : min(num_computed + 1, sequence.tokens.num_prompt)])
     sequence.num_scored_tokens += len(target_ids)

@@ -59,10 +59,10 @@ class StepCostFit:
         used = [0, 1, 2]
         while True:
             gram = (self._gram / np.outer(scale, scale))[np.ix_(used, used)] + 1e-9 * np.eye(len(used))
-            found = np.linalg.solve(gram, (self._moment / scale)[used])
-            if found.min() >= 0 or len(used) == 1:
+            solution = np.linalg.solve(gram, (self._moment / scale)[used])
+            if solution.min() >= 0 or len(used) == 1:
                 break
-            used.pop(int(found.argmin()))
+            used.pop(int(solution.argmin()))
         result = np.zeros(3)
-        result[used] = np.maximum(found, 0.0) / scale[used]
+        result[used] = np.maximum(solution, 0.0) / scale[used]
         return result

@@ -1,4 +1,4 @@
-"""WaitingQueue: the sequences that have no place yet, and whose turn it is."""
+"""WaitingQueue: the sequences that have no place yet, and which of them is next."""
 
 import heapq
 from collections import Counter
@@ -10,15 +10,14 @@ Entry = tuple[float, int, Sequence]  # rank, handle: no two are equal
 
 
 class WaitingQueue:
-    """A heap for each tenant and priority. What was removed stays in its heap until it comes to the
+    """A heap for each tenant and priority. A removed sequence stays in its heap until it comes to the
     top."""
 
     def __init__(self) -> None:
         self._heaps: dict[tuple[str, int], list[Entry]] = {}
         self._by_handle: dict[int, Sequence] = {}
         self._num_with_deadline = 0
-        self.num_tokens: Counter[str] = Counter()  # of all that waits, by tenant
-        self._num_tokens_of: dict[int, int] = {}  # by handle, when it was pushed: decisions may still come
+        self.num_tokens: Counter[str] = Counter()  # of all waiting sequences, by tenant
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -32,31 +31,34 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         self._by_handle[sequence.handle] = sequence
-        self._num_tokens_of[sequence.handle] = len(sequence.tokens)
-        self.num_tokens[sequence.request.tenant_id] += len(sequence.tokens)
+        sequence.num_queued_tokens = len(sequence.tokens)
+        self.num_tokens[sequence.request.tenant_id] += sequence.num_queued_tokens
         self._num_with_deadline += sequence.request.deadline is not None
-        heapq.heappush(self._heaps.setdefault((sequence.request.tenant_id, sequence.request.priority), []), (sequence.rank, sequence.handle, sequence))
+        heap = self._heaps.setdefault((sequence.request.tenant_id, sequence.request.priority), [])
+        heapq.heappush(heap, (sequence.rank, sequence.handle, sequence))
 
     def head(self, handicap: Callable[[str], float], but: frozenset[int] = frozenset()) -> Sequence | None:
-        """The one whose turn it is, of all but some handles.
+        """The next sequence, of all but some handles.
 
-        The smallest rank says which priorities have their turn: its own, and those that are more
-        urgent. Among these a tenant's handicap is added to the rank.
+        The smallest rank decides which priorities compete: its own, and those that are more urgent. Among
+        these, a tenant's handicap is added to the rank.
         """
         tops = [top for key in list(self._heaps) if (top := self._top(key, but)) is not None]
         if not tops:
             return None
         priority = min(tops)[2].request.priority
-        return min((rank + handicap(each.request.tenant_id), handle, each) for rank, handle, each in tops if each.request.priority <= priority)[2]
+        competing = [entry for entry in tops if entry[2].request.priority <= priority]
+        return min((rank + handicap(sequence.request.tenant_id), handle, sequence) for rank, handle, sequence in competing)[2]
 
     def head_of(self, handles: frozenset[int]) -> Sequence | None:
         """The smallest rank among some handles."""
-        return min((self._by_handle[each] for each in handles if each in self._by_handle), key=lambda each: (each.rank, each.handle), default=None)
+        waiting = [self._by_handle[handle] for handle in handles if handle in self._by_handle]
+        return min(waiting, key=lambda sequence: (sequence.rank, sequence.handle), default=None)
 
     def remove(self, sequence: Sequence) -> None:
         del self._by_handle[sequence.handle]
         self._num_with_deadline -= sequence.request.deadline is not None
-        self.num_tokens[sequence.request.tenant_id] -= self._num_tokens_of.pop(sequence.handle)
+        self.num_tokens[sequence.request.tenant_id] -= sequence.num_queued_tokens
         if not self.num_tokens[sequence.request.tenant_id]:
             del self.num_tokens[sequence.request.tenant_id]
         heap = self._heaps[sequence.request.tenant_id, sequence.request.priority]
@@ -64,13 +66,13 @@ class WaitingQueue:
             heapq.heappop(heap)
 
     def expired(self, now: float) -> list[Sequence]:
-        """Sequences that have not begun, and whose deadline is over."""
+        """Sequences that have not begun, and whose deadline has passed."""
         if not self._num_with_deadline:
             return []
         return [sequence for sequence in self if sequence.request.deadline is not None and sequence.request.deadline <= now and not sequence.has_begun]
 
     def _top(self, key: tuple[str, int], but: frozenset[int]) -> Entry | None:
-        """The smallest rank of a heap, if anything that counts is in it."""
+        """The smallest rank of a heap, without the removed sequences and some handles."""
         heap, passed = self._heaps[key], []
         while heap and (heap[0][1] not in self._by_handle or heap[0][1] in but):
             entry = heapq.heappop(heap)

@@ -9,10 +9,10 @@ from shared.model.vision.images import ImageRun
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One sequence's part of a step: the tokens whose KV the step computes."""
+    """One sequence's part of a step: the tokens whose keys and values the step computes."""
 
     handle: int
-    token_ids: tuple[int, ...]  # what is PENDING among them has been drawn by the step in flight
+    token_ids: tuple[int, ...]  # a PENDING token among them is drawn by the step in flight
     # the place of the first of token_ids in the row's context: in the sequence; of a segment that is
     # not the last, behind what it sees
     num_computed_tokens: int
@@ -30,12 +30,12 @@ class BatchRow:
     pooled: range = range(0)
     # where a token is rotated to, less its place among the row's tokens: not 0 in prompts with segments
     position_shift: int = 0
-    # of the blocks, how many of their places are tokens; empty: all are
+    # how many slots of each block hold tokens; empty if all do
     block_lens: tuple[int, ...] = ()
-    # of token_ids, those that embeddings of images stand in for: runs from the first of them on
+    # runs of token_ids that embeddings of images replace, counted from the first of token_ids
     images: tuple[ImageRun, ...] = ()
     sees_whole_images: bool = False  # each of their tokens sees all of its run
-    # of token_ids, in time, down and across, where that is not the same
+    # of token_ids, in time, down and across, where these differ
     positions: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -83,7 +83,7 @@ class ScheduledBatch:
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that are guessed."""
+        """Tokens that are drafts."""
         return sum([len(row.sampled) - 1 for row in self.rows if row.sampled])
 
     @property
@@ -93,7 +93,7 @@ class ScheduledBatch:
 
     @property
     def embedded(self) -> list[BatchRow]:
-        """The rows of which hidden states are wanted."""
+        """The rows whose hidden states go into embeddings."""
         return [row for row in self.rows if row.pooled]
 
     @property
@@ -104,5 +104,5 @@ class ScheduledBatch:
     @property
     def firsts(self) -> list[RowKey]:
         """The first token that the step decides of each sequence that it samples. The others follow
-        drafts: a row of theirs that comes to nothing is computed again, if its drafts are drawn."""
+        drafts: a row of theirs that is dropped is computed again, if its drafts are drawn."""
         return [row.decides[0] for row in self.rows if row.sampled]

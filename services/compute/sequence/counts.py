@@ -5,7 +5,7 @@ import numpy as np
 from shared.model.arrays import Array
 
 
-class TokenCounts:
+class TokenFrequencies:
     """How often each token occurs from `first` on. Each token costs once when it comes, and once if
     it is dropped."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import SamplingParams
-from shared.model.segments import Layout
+from shared.model.segments import PLAIN_LAYOUT, Layout, PlainLayout
 from shared.model.vision.images import ImageRun
 from shared.wire.messages import EmbeddingParams
 
@@ -22,9 +22,9 @@ class Request:
     group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
     cache_salt: str = ""  # only sequences with the same salt share cached prefixes
     tenant_id: str = ""  # tenants share the places
-    # the segments of a prompt that is made of modules: then all numbers of tokens count slots, and
-    # the token of an empty slot is HOLE
-    layout: Layout | None = None
+    # where the prompt's tokens are; with segments, all numbers of tokens count slots, and HOLE is the
+    # token of an empty slot
+    layout: Layout | PlainLayout = PLAIN_LAYOUT
     # prompt tokens that stand for images: their ids are below 0, and name the image
     images: tuple[ImageRun, ...] = ()
     positions: Array | None = None  # of prompt tokens, where images have rows and columns: [3, n] int64
@@ -42,8 +42,8 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tokens are text: there are no holes and no images."""
-        return self.layout is None and not self.images
+        """Whether the prompt is text, without segments and images."""
+        return not self.layout.segments and not self.images
 
     @property
     def largest_whole(self) -> int:
@@ -52,6 +52,8 @@ class Request:
 
     def images_in(self, first: int, last: int) -> tuple[ImageRun, ...]:
         """The parts of images among the tokens [first, last), counted from `first`."""
+        if not self.images:
+            return ()
         return tuple(
             ImageRun(max(run.start - first, 0), min(run.end, last) - max(run.start, first), run.key, run.row + max(0, first - run.start))
             for run in self.images

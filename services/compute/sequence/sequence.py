@@ -64,8 +64,9 @@ class Sequence:
     is_finished: bool = False
     num_cached_tokens: int = 0  # of the prompt, found computed when the sequence first began
     num_preemptions: int = 0
-    # prompt tokens after the first whose logprobs are computed, or will be by the step that was
-    # scheduled last
+    num_queued_tokens: int = 0  # when it was queued last: decisions may still come while it waits
+    # prompt tokens after the first whose logprobs are computed, by the step that was scheduled last at the
+    # latest
     num_scored_tokens: int = 0
     scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
     pooled: Array | None = None  # [hidden] float64, the sum of the hidden states pooled so far
@@ -77,8 +78,7 @@ class Sequence:
     @property
     def num_prompt_ids(self) -> int:
         """Tokens of the prompt, without holes."""
-        layout = self.request.layout
-        return self.tokens.num_prompt - (layout.num_holes if layout is not None else 0)
+        return self.tokens.num_prompt - self.request.layout.num_holes
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -87,14 +87,11 @@ class Sequence:
     @property
     def longest_chunk(self) -> int:
         """How many tokens may be computed next at once: a segment's, at most."""
-        layout, first = self.request.layout, self.kv.num_computed
-        if layout is None or first >= layout.starts[-1]:
-            return self.num_uncomputed_tokens
-        return layout.end(layout.at(first)) - first
+        return self.request.layout.chunk_end(self.kv.num_computed, len(self.tokens.ids)) - self.kv.num_computed
 
-    def chunk(self, room: int, most: int) -> int:
-        """How many tokens are computed next, with room for so many, or for `most` if they are those
-        of an image that is computed whole."""
+    def chunk(self, room: int, max_tokens: int) -> int:
+        """How many tokens are computed next, with room for so many, or for max_tokens if they are of an image that
+        is computed whole."""
         count = min(self.longest_chunk, room)
         if not self.request.sees_whole_images or count <= 0:
             return count
@@ -104,7 +101,7 @@ class Sequence:
             return count
         if cut.start > first:
             return cut.start - first
-        return cut.end - first if cut.end - first <= most else 0
+        return cut.end - first if cut.end - first <= max_tokens else 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -141,8 +138,8 @@ class Sequence:
 
     def history(self, num_tokens: int) -> Array:
         """The first num_tokens, prompt and output, without holes and images: [n] int64."""
-        found = self.tokens.history(num_tokens)
-        return found if self.request.is_plain else found[found >= 0]
+        token_ids = self.tokens.history(num_tokens)
+        return token_ids if self.request.is_plain else token_ids[token_ids >= 0]
 
     def prefix(self) -> "Prefix":
         """All its tokens, as they are now."""
@@ -163,7 +160,7 @@ class Prefix:
 
     @property
     def position(self) -> int:
-        """In the token log, of the token that the row decides."""
+        """The log position of the token that the row decides."""
         return self.num_output_tokens + 1
 
     @property
@@ -172,5 +169,5 @@ class Prefix:
 
     @property
     def previous_token_id(self) -> int:
-        """The one decided before it; -1: none."""
+        """The output token before the one that the row decides; -1 if there is none."""
         return self.sequence.tokens.ids[self.num_tokens - 1] if self.num_output_tokens else -1

@@ -21,7 +21,7 @@ Each verb asserts what it needs. tests/unit/test_tokens.py checks them against a
 
 from collections import deque
 
-from services.compute.sequence.counts import TokenArray, TokenCounts
+from services.compute.sequence.counts import TokenArray, TokenFrequencies
 from shared.model.arrays import Array
 
 # in the place of a sequence's last token: the device has drawn it, and it is not read yet
@@ -43,8 +43,8 @@ class Tokens:
         self.num_drafts = 0  # guesses that no step has settled yet
         self.foreseen_drafts: deque[int] = deque()  # places of foreseen tokens that were drafts
         self.is_ending = False
-        self._output: TokenCounts | None = None  # None: not needed yet
-        self._seen: TokenCounts | None = None
+        self._output: TokenFrequencies | None = None  # None: not needed yet
+        self._seen: TokenFrequencies | None = None
         self._history: TokenArray | None = None
 
     def __len__(self) -> int:
@@ -113,15 +113,15 @@ class Tokens:
         self._drop(num_tokens)
         self.is_ending = False
 
-    def output_counts(self, num_tokens: int) -> TokenCounts:
+    def output_counts(self, num_tokens: int) -> TokenFrequencies:
         """Counts the output's tokens among the first num_tokens."""
-        self._output = self._output or TokenCounts(self.num_prompt)
+        self._output = self._output or TokenFrequencies(self.num_prompt)
         self._output.follow(self.ids, num_tokens)
         return self._output
 
-    def seen_counts(self, num_tokens: int) -> TokenCounts:
+    def seen_counts(self, num_tokens: int) -> TokenFrequencies:
         """Counts the first num_tokens, prompt and output."""
-        self._seen = self._seen or TokenCounts(0)
+        self._seen = self._seen or TokenFrequencies(0)
         self._seen.follow(self.ids, num_tokens)
         return self._seen
 
