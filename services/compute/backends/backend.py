@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -190,14 +191,6 @@ class RowMath(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MassRequest:
-    """Rows of which the sum of exp((logit - the largest) / temperature) is wanted."""
-
-    rows: Array  # [n] int64, rising
-    temperatures: Array  # [n] float32
-
-
-@dataclass(frozen=True, slots=True)
 class SearchRequest:
     """The values wanted of rows of logits [R, vocab], which are edited already, and the rest of
     what decides the draw from each."""
@@ -206,19 +199,24 @@ class SearchRequest:
     seeds: Array  # [R] uint64
     positions: Array  # [R] int32: in the token log, of the tokens to be decided
     num_listed: Array  # [R] int32, from 1: how many of its largest logits are wanted
-    scored: MassRequest  # for logprobs
-    whole: MassRequest  # of rows whose draw depends on the mass of all tokens
+    scored: Array  # [n] int64, rising: rows whose mass at temperature 1 is wanted, for logprobs
+    whole: Array  # [m] int64, rising: rows whose draw depends on the mass of all tokens
 
+    @property
+    def width(self) -> int:
+        """The most that a row lists."""
+        return int(self.num_listed.max(initial=1))
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The results of find_largest and total_masses. Values beyond a row's num_listed mean
-    nothing."""
+    @property
+    def mass_rows(self) -> Array:
+        """[n + m] int64: the rows whose masses are wanted, `scored` before `whole`."""
+        return np.concatenate((self.scored, self.whole))
 
-    values: Array  # [R, max(num_listed)] float32
-    token_ids: Array  # [R, max(num_listed)] int64
-    scored_masses: Array  # of SearchRequest.scored, [n] float64
-    whole_masses: Array  # of SearchRequest.whole, [n] float64
+    @property
+    def mass_temperatures(self) -> Array:
+        """[n + m] float32."""
+        temperatures = [self.params[row].temperature for row in self.whole]
+        return np.concatenate((np.ones(len(self.scored), np.float32), np.array(temperatures, np.float32)))
 
 
 class RunningSearch(Protocol):
@@ -235,8 +233,10 @@ class RunningSearch(Protocol):
         """Until a device has come to it."""
         ...
 
-    def read(self) -> SearchResult:
-        """Waits, too."""
+    def read(self) -> tuple[Array, Array, Array]:
+        """The values and token ids of each row's largest logits, [R, width] float32 and int64, as
+        find_largest finds them: those beyond a row's num_listed mean nothing; and the masses of
+        mass_rows, [n + m] float64. Waits, too."""
         ...
 
     def read_drawn(self) -> Array | None:

@@ -22,13 +22,15 @@ MAX_TEMPERATURE = 100.0
 NOT_FINITE = "the model's numbers for this request's next token are not finite"
 
 
-def truncate(row: Array, params: SamplingParams, chain: ChainParams, position: int) -> tuple[Array, float]:
+def truncate(row: Array, params: SamplingParams, position: int) -> tuple[Array, float]:
     """The tokens that the chain takes away from a row of logits [vocab] float32, as booleans
     [vocab], and the temperature of the draw among the others.
 
-    position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a
+    params: with a chain; position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a
     finite largest logit.
     """
+    chain = params.chain
+    assert chain is not None
     if not np.isfinite(row.max()):
         raise ArithmeticError(NOT_FINITE)
     values = np.sort(row[row > -np.inf])[::-1].astype(np.float64)  # falling

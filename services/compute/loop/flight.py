@@ -86,7 +86,7 @@ def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
 def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
     """The step's reduction has begun. What could not be edited has no token PENDING; behind such a
     row a sequence's drafts come to nothing."""
-    edited = {each.prefix.key: each.prefix for each in reduction.edited}
+    edited = {prefix.key: prefix for prefix in reduction.prefixes}
     rows: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         prefixes = [edited[key] for key in takewhile(edited.__contains__, row.decides)]
@@ -110,7 +110,7 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
     rows = flight.reduction.finish()
     chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
-    drawn = {} if drawn_ids is None else dict(zip([each.prefix.key for each in flight.reduction.edited], drawn_ids.tolist(), strict=True))
+    drawn = {} if drawn_ids is None else dict(zip([prefix.key for prefix in flight.reduction.prefixes], drawn_ids.tolist(), strict=True))
     kept: set[RowKey] = set()
     decided: dict[int, int] = {}
     failures: dict[int, RequestError] = {}

@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.gpu.models import LoadedModel
-from services.compute.backends.backend import MassRequest, SearchRequest
+from services.compute.backends.backend import SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form, Parts
 from services.compute.backends.matrix import Dense, Float8, Matrix
@@ -207,9 +207,8 @@ def launch_all(capability: int) -> None:
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
-    masses = MassRequest(np.arange(2), np.ones(2, np.float32))
     for k in (1, 64):
-        wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), masses, masses)
+        wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), np.arange(2), np.arange(2))
         backend.row_search.start(logits, wanted)
     backend.row_search.ban(logits, np.zeros(1, np.int64), [np.zeros(128_256 // 8, np.uint8)])
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)

@@ -96,7 +96,8 @@ class CpuBackend:
         if step.head is not None:
             assert isinstance(step.head, NativeLinear)
             self.context.reserve(step.head.address, step.num_logits)
-            self.context.reserve_search(step.num_logits, step.head.num_outputs)
+            # a row has up to two masses: for logprobs, and of its draw
+            self.context.reserve_search(2 * step.num_logits, step.head.num_outputs)
             logits = step.num_logits * step.head.num_outputs * 4
         if isinstance(step.attention, NativeAttention):
             self._reserve_attention(step.attention, step.num_tokens, step.max_model_len)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from services.compute.backends.backend import SearchRequest, SearchResult
+from services.compute.backends.backend import SearchRequest
 from services.compute.backends.buffers import to_device, to_device_together
 from services.compute.backends.cuda.kernels import search as kernels
 from shared.model.arrays import Array
@@ -36,12 +36,10 @@ class CudaSearch:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def read(self) -> SearchResult:
+    def read(self) -> tuple[Array, Array, Array]:
         self.wait()
         keys, _, masses = (each.numpy() for each in self.copies)
-        values, token_ids = unpack_keys(keys[:, : int(self.wanted.num_listed.max(initial=1))])
-        scored, whole = np.split(sum_parts(masses), [len(self.wanted.scored.rows)])
-        return SearchResult(values, token_ids, scored, whole)
+        return *unpack_keys(keys[:, : self.wanted.width]), sum_parts(masses)
 
     def read_drawn(self) -> Array:
         self.wait()
@@ -62,15 +60,10 @@ class CudaRowSearch:
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
         """Launch the search and the draws: they read what the searches before them have found."""
         num_rows = len(wanted.params)
-        asked = (wanted.scored, wanted.whole)
-        rows, temperatures, draws, states = to_device_together(
-            [
-                np.concatenate([each.rows for each in asked]), np.concatenate([each.temperatures for each in asked]), draws_of(wanted),
-                row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64),
-            ],
-            logits.device,
-        )  # fmt: skip
-        keys = largest_keys(logits, int(wanted.num_listed.max(initial=1)))
+        noise = row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64)
+        arrays = [wanted.mass_rows, wanted.mass_temperatures, draws_of(wanted), noise]
+        rows, temperatures, draws, states = to_device_together(arrays, logits.device)
+        keys = largest_keys(logits, wanted.width)
         masses = partial_masses(logits, rows, first_logits(keys[rows]) if len(rows) else temperatures, temperatures)
         drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows:
@@ -135,7 +128,7 @@ def sum_parts(masses: Array) -> Array:
 def draws_of(wanted: SearchRequest) -> Array:
     """The argument of draw_tokens: [R, 6] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
-    masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))
+    masses_rows[wanted.whole] = len(wanted.scored) + np.arange(len(wanted.whole))
     asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]
     return np.column_stack([np.array(asked, np.float64), wanted.num_listed, masses_rows])
 
