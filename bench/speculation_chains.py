@@ -13,7 +13,7 @@ from typing import Any
 
 from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.chains import ChainProposer
-from services.compute.speculation.control import Control, Kind
+from services.compute.speculation.control import DraftControl, DraftKind
 from services.compute.speculation.margins import Margins
 from services.compute.speculation.proposer import Drafts, Wanted
 
@@ -48,10 +48,10 @@ class Recorder:
         path.write_text(json.dumps(self.seen))
 
 
-class TakeAll(Control):
+class TakeAll(DraftControl):
     """Takes what is offered, whatever it costs."""
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
         return {handle: count for handle, (_, count) in offers.items()}
 
     def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:  # noqa: ARG002

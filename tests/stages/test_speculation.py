@@ -12,12 +12,12 @@ from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.speculation.control import Control, Kind
+from services.compute.speculation.control import DraftControl, DraftKind
 from services.compute.speculation.make import make_proposers
 from services.compute.speculation.proposer import Drafts, Proposer, Wanted
 from services.compute.speculation.speculation import Speculation
 from shared.model.constraint import Constraint
-from shared.wire.messages import Control as ControlMessage
+from shared.wire.messages import DraftControl as ControlMessage
 from shared.wire.messages import SchedulingParams, encode
 from shared.wire.streams import CONTROL, MESSAGE
 from shared.wire.token_log import parse_log
@@ -76,10 +76,10 @@ class Liar:
         self.num_computed.pop(handle, None)
 
 
-class All(Control):
+class All(DraftControl):
     """Takes whatever is offered."""
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
         return {handle: count for handle, (_, count) in offers.items()}
 
     def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:  # noqa: ARG002

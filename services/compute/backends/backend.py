@@ -40,14 +40,14 @@ class Product(Protocol):
         ...
 
 
-class Head(Protocol):
+class LogitsProduct(Protocol):
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
         """The product in float32, of the last layer or a router. out: columns of a matrix, to which it
         is written; else the result is good until the next call."""
         ...
 
 
-class Linear(Product, Head, Protocol):
+class Linear(Product, LogitsProduct, Protocol):
     """A matrix that is here."""
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.cpu.backend import CpuBackend
-from services.compute.backends.cpu.library import Context, open_context
+from services.compute.backends.cpu.library import NativeContext, open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.ranks.parallel.ranks import SharedRanks
@@ -56,7 +56,7 @@ def has_same_columns(backend: Backend) -> bool:
     return not isinstance(backend, TorchBackend)
 
 
-def context_of(backend: Backend) -> Context | None:
+def context_of(backend: Backend) -> NativeContext | None:
     """The native kernels of the backend; None: it has none."""
     return backend.context if isinstance(backend, CpuBackend) else None
 

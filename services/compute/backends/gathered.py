@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Head, Linear, Product, RowMath
+from services.compute.backends.backend import Linear, LogitsProduct, Product, RowMath
 from services.compute.ranks.parallel.ranks import Ranks
 
 Parts = tuple[range, ...]  # of a layer's columns, each rank's
@@ -118,7 +118,7 @@ class Elsewhere:
 ELSEWHERE = Elsewhere()
 
 
-def own_of(layer: Product | Head) -> Linear | None:
+def own_of(layer: Product | LogitsProduct) -> Linear | None:
     """The matrix that is here: the layer's, or this rank's part of it."""
     if isinstance(layer, GatheredLinear | GatheredHead | ShardedLinear):
         return layer.linear

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, Head, LargestStep, LayerWeights, Wiring, Workspace
+from services.compute.backends.backend import Backend, LargestStep, LayerWeights, LogitsProduct, Wiring, Workspace
 from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
@@ -48,7 +48,7 @@ class ForwardBatch:
     handles: list[int] | None = None  # see AttentionInputs
 
 
-class Rows(Protocol):
+class EmbeddingRows(Protocol):
     """A matrix of which some rows are asked for: a tensor, or one in a file."""
 
     def __getitem__(self, ids: Tensor, /) -> Tensor: ...
@@ -56,10 +56,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: Rows  # [vocab, hidden]; ELSEWHERE: another rank has it
+    embedding: EmbeddingRows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Head  # or ELSEWHERE
+    lm_head: LogitsProduct  # or ELSEWHERE
 
 
 class Decoder:

@@ -74,7 +74,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionTerms:
     """How a layer's attention differs from the plain one."""
 
     scale: float | None
@@ -83,7 +83,7 @@ class Form:
 
 
 class Step(Protocol):
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         """q: [T, heads, k_dim]; k, v: [T, kv_heads, k_dim or v_dim] of the step's tokens. Returns
         [T, heads, v_dim]."""
         ...
@@ -114,7 +114,7 @@ def attend_in_step(
     if not isinstance(attention_mask, MaskRule):
         raise Unsupported("its attention makes masks of its own")
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    form = Form(scaling, terms.get("softcap"), terms.get("s_aux"))
+    form = AttentionTerms(scaling, terms.get("softcap"), terms.get("s_aux"))
     return current_step.get().attend(module.layer_idx, q, k, v, attention_mask, form)[None], None  # type: ignore[arg-type]
 
 
@@ -141,7 +141,7 @@ class PagedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionBatch:
     """Sequences with the same number of tokens in the step, whose attention is one call."""
 
     rows: Tensor  # [n, queries] int64, of the step's tokens
@@ -156,7 +156,7 @@ class Group:
         return (torch.arange(block_size, device=self.block_lens.device) < self.block_lens[..., None]).flatten(1)[:, None, None]
 
 
-def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[Group]:
+def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[AttentionBatch]:
     """Single tokens together for each power of two of blocks, so that at most half of what a group
     reads is padding; each chunk alone, or each sequence."""
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}  # row and number of each sequence
@@ -177,7 +177,7 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
         assert tables is not None
         offsets = torch.arange(length, device=device)
         groups.append(
-            Group(
+            AttentionBatch(
                 torch.tensor([first for first, _ in each], device=device)[:, None] + offsets,
                 torch.tensor(contexts, device=device)[:, None] - length + offsets,
                 tables,
@@ -190,14 +190,14 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
 class RaggedStep:
     """A step whose sequences stand in one row."""
 
-    def __init__(self, slot_mapping: Tensor, groups: list[Group], layers: dict[int, PagedLayer]) -> None:
+    def __init__(self, slot_mapping: Tensor, groups: list[AttentionBatch], layers: dict[int, PagedLayer]) -> None:
         self.layers = layers
         self.slot_mapping = slot_mapping
         self.groups = groups
         # made once a step, shared by the layers
         self.masks: dict[tuple[MaskRule, int], Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         paged = self.layers[layer]
         paged.write(k, v, self.slot_mapping)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
@@ -229,7 +229,7 @@ class Probe:
     def __init__(self) -> None:
         self.handed: dict[int, Handed] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:  # noqa: ARG002
         if layer in self.handed:
             raise Unsupported(f"its layer {layer} attends more than once")
         asked = torch.tensor(ASKED, device=q.device)

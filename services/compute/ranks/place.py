@@ -1,4 +1,4 @@
-"""Place: a process' place among those that are one replica, and what it loads there."""
+"""Placement: a process' place among those that are one replica, and what it loads there."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,10 @@ from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
 from services.compute.models.sharded import linears_to_keep, sharded_layer
 from services.compute.ranks.group.commands import (
-    CacheSize,
+    BlockCount,
     FindBlocks,
     FoundBlocks,
-    Kept,
+    KeptLayers,
     LoadBlocks,
     Rendezvous,
     RoomFor,
@@ -55,7 +55,7 @@ log = get_logger("penstock.compute")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Alone, or one of several ranks. Rank 0 tells the others what to run."""
 
     ranks: Ranks | None = None  # that divide this stage's layers; None: this one has them whole
@@ -86,17 +86,17 @@ class Place:
         return replace(self.stage, layers=tuple(layers_of_stage(number, count, config.num_layers, head) for number in range(count)))
 
 
-ALONE = Place()
+ALONE = Placement()
 
 
-def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Place:
+def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Placement:
     """This process' place in its group, connected to the others. end: None, there is no group. Raises
     StartupError."""
     if end is None:
         return ALONE
     check_group(settings, backend)
     if settings.shard_weights:
-        return Place(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
+        return Placement(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu" and size > 1:
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
@@ -116,7 +116,7 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
         if end.rank % size == 0:
             pipe = Pipe(world, range(0, size * count, size), backend.device)
         stage = PipelineStage(number, count, pipe)
-    return Place(ranks, stage, end.send if isinstance(end, Group) else None)
+    return Placement(ranks, stage, end.send if isinstance(end, Group) else None)
 
 
 def check_group(settings: ComputeSettings, backend: Backend) -> None:
@@ -158,14 +158,14 @@ def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
     """The blocks of the KV cache that all ranks have, given how many fit on this one."""
     if isinstance(end, Member):
         end.answer(RoomFor(num_blocks))
-        agreed: CacheSize = end.hear()
+        agreed: BlockCount = end.hear()
         return agreed.num_blocks
     found: int = min(num_blocks, *(end.receive(peer.rank).num_blocks for peer in end.peers))
-    end.send(CacheSize(found))
+    end.send(BlockCount(found))
     return found
 
 
-def load_decoder(place: Place, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+def load_decoder(place: Placement, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
     """A model, or this place's part of it. number: of the model among those of the replica; packing:
     load_weights'. Raises StartupError."""
     if place.is_alone:
@@ -206,7 +206,7 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
         kept = []
         while parts.layers:  # each is freed when its bytes have moved
             kept.append(move_out(linears_to_keep(parts.layers.pop(0), config)))
-        send_bytes(shards, encode(Kept(tuple(outline for outline, _ in kept))))
+        send_bytes(shards, encode(KeptLayers(tuple(outline for outline, _ in kept))))
         nothing = ModelWeights(ELSEWHERE, [], parts.norm, ELSEWHERE)
         return Decoder(config_of_rank(config, WHOLE, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept]))
     assert parts.embedding is not None and parts.lm_head is not None
@@ -220,7 +220,7 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
 
 
 def make_runner(
-    place: Place, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
+    place: Placement, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
 ) -> ModelRunner:  # fmt: skip
     """The runner of a model, or of this place's part: rank 0's tells the others each step. images:
     ModelRunner's."""

@@ -27,7 +27,7 @@ FADE_OWN, FADE_ALL = 0.98, 0.99  # with each draft that is not taken: circumstan
 MAX_KINDS = 256  # of proposer and grade
 
 
-class Kind(NamedTuple):
+class DraftKind(NamedTuple):
     """A proposer and its grade. Drafts of one kind are expected to stand equally often."""
 
     name: str  # of the proposer
@@ -100,15 +100,15 @@ class StepTime:
 
 
 @dataclass(slots=True)
-class Control:
+class DraftControl:
     """Decides how many of the drafts that are offered a step computes."""
 
     sure: frozenset[str] = frozenset()  # names of proposers that run a model, and only as far as it is sure
     step_time: StepTime = field(default_factory=StepTime)
-    _of_all: dict[Kind, Tries] = field(default_factory=dict)
-    _own: dict[int, dict[Kind, Tries]] = field(default_factory=dict)  # by handle
+    _of_all: dict[DraftKind, Tries] = field(default_factory=dict)
+    _own: dict[int, dict[DraftKind, Tries]] = field(default_factory=dict)  # by handle
 
-    def chance(self, handle: int, kind: Kind) -> float:
+    def chance(self, handle: int, kind: DraftKind) -> float:
         """The chance that a draft of this kind stands, if all drafts before it do."""
         of_all, first = self._of_all.get(kind), SURE_CHANCE if kind.name in self.sure else FIRST_CHANCE
         if of_all is not None:
@@ -116,7 +116,7 @@ class Control:
         own = self._own.get(handle, {}).get(kind)
         return first if own is None else own.chance(first)
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:
         """How many of the drafts that are offered pay, by handle, for some. offers: their kind, and
         how many; num_decodes: sequences that get a token of the step."""
         time = self.step_time
@@ -141,7 +141,7 @@ class Control:
     def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:
         """How many drafts each of these sequences is to be asked for, where they take draft_s
         seconds for each place, all sequences together; 0: they do not pay."""
-        time, kind = self.step_time, Kind(name, 0)
+        time, kind = self.step_time, DraftKind(name, 0)
         if not time.is_known or not handles:
             return 0
         alone_s = time.seconds(num_decodes)
@@ -158,7 +158,7 @@ class Control:
                 self._fade(handle, kind)
         return best
 
-    def learn(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
+    def learn(self, handle: int, kind: DraftKind, offered: int, stood: int) -> None:
         """Count the drafts that a step computed, and those of them that stood."""
         tried = min(offered, stood + 1)
         if len(self._of_all) < MAX_KINDS:
@@ -175,12 +175,12 @@ class Control:
     def forget(self, handle: int) -> None:
         self._own.pop(handle, None)
 
-    def _in_order(self, offers: Mapping[int, tuple[Kind, int]]) -> list[tuple[float, int]]:
+    def _in_order(self, offers: Mapping[int, tuple[DraftKind, int]]) -> list[tuple[float, int]]:
         """The chance of each draft to stand with all before it, the best first; and whose it is."""
         chances = [(self.chance(handle, kind), handle, count) for handle, (kind, count) in offers.items()]
         return sorted([(chance**place, handle) for chance, handle, count in chances for place in range(1, count + 1)], reverse=True)
 
-    def _fade(self, handle: int, kind: Kind) -> None:
+    def _fade(self, handle: int, kind: DraftKind) -> None:
         if (of_all := self._of_all.get(kind)) is not None:
             of_all.fade(FADE_ALL)
         if (own := self._own.get(handle, {}).get(kind)) is not None:

@@ -12,7 +12,7 @@ from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
-from services.compute.ranks.place import ALONE, Place, load_decoder, make_runner
+from services.compute.ranks.place import ALONE, Placement, load_decoder, make_runner
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import DraftKV, OwnKV, TargetKV
 from services.compute.weights.loader import check_quantizable, open_source
@@ -39,7 +39,7 @@ class DraftModel:
 
 
 def load_draft_models(
-    names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Place = ALONE,
+    names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Placement = ALONE,
 ) -> list[DraftModel]:  # fmt: skip
     """The models that --speculate names, or this place's parts of them; the target is number 0. files,
     model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError."""
@@ -52,7 +52,7 @@ def load_draft_models(
     return found
 
 
-def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None, place: Place) -> Decoder:
+def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None, place: Placement) -> Decoder:
     """The target's layers in four bits: rounded to nearest as they are read, or as `penstock
     quantize` left them."""
     config = read_config(files.config, limit)
@@ -77,7 +77,7 @@ def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limi
     return draft
 
 
-def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None, place: Place, number: int) -> DraftModel:
+def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None, place: Placement, number: int) -> DraftModel:
     """The model of --draft-model, which has the target's vocabulary. number: among the replica's."""
     found = open_model(path, weights=True)
     if architecture_of(found.config) not in ARCHITECTURES:
@@ -96,7 +96,7 @@ def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
         raise StartupError(f"--draft-model {path}: its tokenizer does not fit that of {files.name}: {num_same} of {len(ours)} tokens are the same")
 
 
-def make_draft_runner(draft: DraftModel, number: int, target: ModelRunner, settings: ComputeSettings, place: Place) -> ModelRunner:
+def make_draft_runner(draft: DraftModel, number: int, target: ModelRunner, settings: ComputeSettings, place: Placement) -> ModelRunner:
     """The runner of a draft model, on the target's cache or on its own, of as many blocks. number:
     among the replica's models."""
     cache, config = target.kv_cache, draft.model.config

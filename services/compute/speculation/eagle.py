@@ -18,7 +18,7 @@ from services.compute.cache.kv_cache import KVCache
 from services.compute.execution.executor import Executor
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
-from services.compute.speculation.eagle_head import EagleHead, Places
+from services.compute.speculation.eagle_head import EagleChunk, EagleHead
 from services.compute.speculation.medusa import AT_ONCE, guess
 from services.compute.speculation.proposer import Drafts, Wanted
 
@@ -143,7 +143,7 @@ class EagleProposer:
 
     def _read(self, some: list[Unread]) -> None:
         """Write keys and values of all places whose next token is known: all but the last."""
-        places = [Places(each.first, each.token_ids[1:], each.block_table) for each in some]
+        places = [EagleChunk(each.first, each.token_ids[1:], each.block_table) for each in some]
         states = self.head.fuse(torch.cat([torch.cat(each.states)[:-1] for each in some]))
         self.head.write(places, states, self.kv_cache.layers[0], self.kv_cache.block_size)
         for each in some:
@@ -154,7 +154,7 @@ class EagleProposer:
         unread = [self._unread[each.sequence.handle] for each in wanted]
         states = self.head.fuse(torch.cat([state for each in unread for state in each.states]))
         places = [
-            Places(each.first, [*each.token_ids[1:], chain.sequence.tokens.ids[-1]], chain.sequence.kv.block_table)
+            EagleChunk(each.first, [*each.token_ids[1:], chain.sequence.tokens.ids[-1]], chain.sequence.kv.block_table)
             for each, chain in zip(unread, chains, strict=True)
         ]
         for each in unread:
@@ -166,12 +166,12 @@ class EagleProposer:
             is_going = [number for number, chain in enumerate(going) if not chain.is_over]
             going, places = [going[number] for number in is_going], [places[number] for number in is_going]
             places = [
-                Places(each.first + len(each.token_ids), chain.token_ids[-1:], each.block_table) for each, chain in zip(places, going, strict=True)
+                EagleChunk(each.first + len(each.token_ids), chain.token_ids[-1:], each.block_table) for each, chain in zip(places, going, strict=True)
             ]  # fmt: skip
             states = self.head.next_states(results[is_going])
         return {chain.sequence.handle: Drafts(chain.token_ids) for chain in chains if chain.token_ids}
 
-    def _run(self, places: list[Places], states: Tensor) -> Tensor:
+    def _run(self, places: list[EagleChunk], states: Tensor) -> Tensor:
         """The results at the last place of each sequence."""
         results = self.head.run(places, states, self.kv_cache.layers[0], self.kv_cache.block_size)
         ends = torch.tensor([len(each.token_ids) for each in places]).cumsum(0) - 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from services.compute.backends.backend import Backend, Head, RowSearch, Workspace
+from services.compute.backends.backend import Backend, LogitsProduct, RowSearch, Workspace
 from services.compute.backends.matrix import Dense
 from services.compute.candidates.reduction import LISTED
 from services.compute.candidates.truncation import cumulative_mass, kept_count
@@ -35,12 +35,12 @@ MIN_CHANCE = 0.15  # that the heads give a chain to stand as far as a draft; one
 class MedusaHeads:
     """Heads on a backend."""
 
-    def __init__(self, weights: HeadWeights, own_head: Head, vocab_size: int, backend: Backend) -> None:
+    def __init__(self, weights: HeadWeights, own_head: LogitsProduct, vocab_size: int, backend: Backend) -> None:
         """own_head: the model's, for heads that bring none; vocab_size: of that one."""
         self.dtype = backend.dtype
         self.num_rows = len(weights.lm_heads[0]) if weights.lm_heads else vocab_size
         self.blocks = [[backend.make_linear(Dense(weight), bias) for weight, bias in head] for head in weights.blocks]
-        self.lm_heads: list[Head] = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [own_head]
+        self.lm_heads: list[LogitsProduct] = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [own_head]
         self.token_ids = None if weights.token_ids is None else weights.token_ids.numpy()
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from services.compute.backends.backend import Backend, Linear
 from services.compute.backends.matrix import concatenate
 from services.compute.models.architectures import ACTIVATIONS
-from services.compute.models.decoder import Rows
+from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.moe import Expert, run_experts
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.source import EMBEDDING
@@ -63,7 +63,7 @@ class KernelExperts(nn.Module):
 class FileEmbedding(nn.Module):
     """Rows of the file, times a scale where the model has one."""
 
-    def __init__(self, rows: Rows, scale: Tensor | None) -> None:
+    def __init__(self, rows: EmbeddingRows, scale: Tensor | None) -> None:
         super().__init__()
         self.rows = rows
         self.scale = scale

@@ -17,10 +17,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.models.decoder import Rows
+from services.compute.models.decoder import EmbeddingRows
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.gguf_rows import GgufRows
-from services.compute.weights.progress import Progress
+from services.compute.weights.progress import LoadingProgress
 from services.compute.weights.source import EMBEDDING, take_rows
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.parts import read_model
@@ -83,7 +83,7 @@ class GgufSource:
         # a tied embedding is read twice, and a tensor of experts once for each
         of_experts = sum(info.shape[0] - 1 for info in self.head.tensors.values() if "_exps." in info.name)
         num_reads = len(self._kinds) + ("output.weight" not in self._kinds) + of_experts
-        self._progress = Progress(num_reads)
+        self._progress = LoadingProgress(num_reads)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
         """The tensor's type. Raises StartupError."""
@@ -176,7 +176,7 @@ class GgufSource:
         self._progress.update()
         return GgufRows(_map_file(info.path), info.offset, shape[0], info.size_bytes // shape[0], kind, self.dtype)
 
-    def tied_head(self, embedding: Rows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:  # noqa: ARG002
+    def tied_head(self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:  # noqa: ARG002
         return self.matrix("model.embed_tokens.", shape, rows)
 
     def close(self) -> None:

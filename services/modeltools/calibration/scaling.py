@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.torch.linear import TorchLinear
-from services.modeltools.calibration.simulation import Form, quantize_inputs, quantize_matrix
+from services.modeltools.calibration.simulation import LayerQuantization, quantize_inputs, quantize_matrix
 
 STRENGTHS = tuple(step / 10 for step in range(1, 10))
 MEASURED_OUTPUTS = 4096  # of a layer, at least, on which scales are compared
 
 
-def find_scales(inputs: Tensor, weight: Tensor, form: Form) -> Tensor:
+def find_scales(inputs: Tensor, weight: Tensor, form: LayerQuantization) -> Tensor:
     """Scales by which the inputs are to be divided. inputs: [T, k] float32, of the calibration;
     weight: [n, k] float32. Returns [k] float32; ones where that is best."""
     largest = weight.abs().amax(0)
@@ -36,7 +36,7 @@ def find_scales(inputs: Tensor, weight: Tensor, form: Form) -> Tensor:
     return best
 
 
-def _error(inputs: Tensor, weight: Tensor, exact: Tensor, form: Form) -> float:
+def _error(inputs: Tensor, weight: Tensor, exact: Tensor, form: LayerQuantization) -> float:
     found = quantize_inputs(inputs, form) @ quantize_matrix(weight, form).dequantize(torch.float32).T
     return float((found - exact).square().sum())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.build import source_id
-from services.compute.backends.cpu.library import Context
+from services.compute.backends.cpu.library import NativeContext
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
 from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.cpu.row_search import NativeRowSearch
@@ -28,7 +28,7 @@ class CpuBackend:
 
     block_multiple = 16  # rows that lie together
 
-    def __init__(self, context: Context, activations: str = "int8") -> None:
+    def __init__(self, context: NativeContext, activations: str = "int8") -> None:
         """activations: of quantized weights, int8 or bfloat16."""
         self.context = context
         self.activations = activations

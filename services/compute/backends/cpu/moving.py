@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Linear
-from services.compute.backends.cpu.library import Context
-from services.compute.backends.cpu.linear import Form, NativeLinear, join, padded, part_shapes
+from services.compute.backends.cpu.library import NativeContext
+from services.compute.backends.cpu.linear import NativeLinear, PackedForm, join, padded, part_shapes
 from services.compute.ranks.parallel.distributed import as_bytes
 from services.compute.ranks.parallel.outline import LayerOutline, MatrixOutline
 
@@ -30,14 +30,14 @@ def move_out(linears: Sequence[Linear | None]) -> tuple[LayerOutline, Tensor]:
     return LayerOutline(len(memory), *outlines), memory
 
 
-def move_in(context: Context, outline: LayerOutline, memory: Tensor) -> list[NativeLinear | None]:
+def move_in(context: NativeContext, outline: LayerOutline, memory: Tensor) -> list[NativeLinear | None]:
     """The layer's qkv, output, gate_up and down. Whenever they are called, memory [num_bytes] uint8 has
     their bytes."""
     at, linears = 0, list[NativeLinear | None]()
     for linear in (outline.qkv, outline.output, outline.gate_up, outline.down):
         matrices = []
         for of in linear:
-            parts, form = {}, Form(*of.form)
+            parts, form = {}, PackedForm(*of.form)
             for name, (shape, dtype) in part_shapes(form, *padded(of.n, of.k, form, of.is_gated), has_bias=of.has_bias).items():
                 size = math.prod(shape) * dtype.itemsize
                 parts[name] = memory[at : at + size].view(dtype).view(shape)

@@ -5,14 +5,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from services.compute.backends.cpu.library import Addition, Context, pointer
+from services.compute.backends.cpu.library import Addition, NativeContext, pointer
 from services.compute.backends.torch.experts import ExpertMath
 
 
 class NativeRowMath(ExpertMath):
     """TorchRowMath on rows in bfloat16; a sum is rounded once."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NativeContext) -> None:
         self.context = context
 
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:

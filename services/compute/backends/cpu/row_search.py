@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import SearchRequest
-from services.compute.backends.cpu.library import Context, Largest, Masses
-from services.compute.backends.cpu.library import Draws as NativeDraws
+from services.compute.backends.cpu.library import DrawArguments, Largest, Masses, NativeContext
 from services.compute.backends.torch.row_search import HostSearch, ban
 from shared.model.arrays import Array
 from shared.model.decision import Draws
@@ -17,7 +16,7 @@ from shared.model.decision import Draws
 class NativeRowSearch:
     """TorchRowSearch in native code, on a CPU."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NativeContext) -> None:
         self.context = context
 
     def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
@@ -46,5 +45,5 @@ class NativeRowSearch:
         columns = np.empty(len(draws.num_kept), np.int64)
         logits, token_ids = np.ascontiguousarray(draws.logits, np.float32), np.ascontiguousarray(draws.token_ids, np.int32)
         by_row = (draws.num_kept, draws.tail_mass, draws.temperatures, draws.seeds, draws.positions, columns)
-        self.context.decide(ctypes.byref(NativeDraws(logits.ctypes.data, token_ids.ctypes.data, *logits.shape, *(each.ctypes.data for each in by_row))))
+        self.context.decide(ctypes.byref(DrawArguments(logits.ctypes.data, token_ids.ctypes.data, *logits.shape, *(each.ctypes.data for each in by_row))))
         return columns

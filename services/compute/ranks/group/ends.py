@@ -12,7 +12,7 @@ from typing import Any, Self
 from services.compute.ranks.group.commands import Accepted, Close, Loaded, encode
 from services.compute.ranks.group.identity import refuse_loaded
 from services.compute.ranks.group.peer import Peer
-from services.compute.ranks.group.watch import Watch
+from services.compute.ranks.group.watch import GroupWatch
 from shared.process.errors import Invalid, PenstockError, StartupError
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
@@ -24,7 +24,7 @@ CLOSE_S = 5.0  # for the others, to end when the group is closed
 BUSY_S = 0.0005  # that a rank stays awake for the next command: while requests run it comes sooner
 
 
-class End:
+class GroupEnd:
     """A process of a group. An error that leaves its `with` ends the group, and the other ranks say
     why."""
 
@@ -35,7 +35,7 @@ class End:
         self.num_threads = num_threads  # of this rank's model
         self._timeout_s = settings.group_timeout_s
         # while a rank loads, an import may keep it from saying that it lives
-        self._watch = Watch(peers, max(settings.group_timeout_s, settings.group_wait_s))
+        self._watch = GroupWatch(peers, max(settings.group_timeout_s, settings.group_wait_s))
         self._is_over = False
         self._watch.start()
 
@@ -81,7 +81,7 @@ class End:
             self._watch.await_end(peer, error)
 
 
-class Group(End):
+class Group(GroupEnd):
     """Rank 0's end."""
 
     rank = 0
@@ -127,7 +127,7 @@ class Group(End):
         self._end()
 
 
-class Member(End):
+class Member(GroupEnd):
     """The end of any other rank."""
 
     def __init__(self, settings: ComputeSettings, rank: int, first: Peer, memory_fd: int | None, num_threads: int) -> None:

@@ -1,6 +1,6 @@
 """A rank says who it is. The ranks of a group must agree in whatever decides what they compute.
 
-The form of Hello and Answer stays the same in all versions: so that two versions can refuse each
+The form of Hello and HelloReply stays the same in all versions: so that two versions can refuse each
 other in words.
 """
 
@@ -43,7 +43,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HelloReply:
     """Rank 0's answer to a Hello. refusal: why the rank can't be in the group; empty: it is. passes:
     another start may go well."""
 
@@ -57,11 +57,11 @@ def hello_of(settings: ComputeSettings, rank: int, use: str = COMMANDS) -> Hello
     return Hello(rank, use, version("penstock"), PROTOCOL, {name: str(getattr(settings, name)) for name in SETTINGS})
 
 
-def say_hello(connection: socket.socket, hello: Hello, deadline: float | None = None) -> Answer:
+def say_hello(connection: socket.socket, hello: Hello, deadline: float | None = None) -> HelloReply:
     """Introduce this rank on a connection, and wait for rank 0's answer until then (monotonic, s).
     Raises StartupError for a refusal, EOFError, OSError or Invalid for an end that is not rank 0."""
     _send(connection, [hello.rank, hello.use, hello.version, hello.protocol, hello.settings, hello.host, hello.pid])
-    answer = Answer(*_receive(connection, 4, deadline))
+    answer = HelloReply(*_receive(connection, 4, deadline))
     if answer.refusal:
         raise (Unready if answer.passes else StartupError)(answer.refusal)
     return answer
@@ -78,7 +78,7 @@ def hear_hello(connection: socket.socket, deadline: float) -> Hello:
 
 
 def answer_hello(connection: socket.socket, refusal: str = "", *, passes: bool = False) -> None:
-    answer = Answer(refusal, passes)
+    answer = HelloReply(refusal, passes)
     _send(connection, [answer.refusal, answer.passes, answer.host, answer.pid])
 
 

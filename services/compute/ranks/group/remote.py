@@ -5,7 +5,7 @@ import socket
 import time
 
 from services.compute.ranks.group.channel import Channel
-from services.compute.ranks.group.identity import COMMANDS, WATCH, Answer, Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
+from services.compute.ranks.group.identity import COMMANDS, WATCH, Hello, HelloReply, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.ranks.group.peer import Peer, name_of
 from shared.process.errors import Invalid, StartupError, Unready
 from shared.process.group_settings import split_address
@@ -126,7 +126,7 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
             raise
 
 
-def _introduce(connection: socket.socket, hello: Hello, deadline: float) -> Answer:
+def _introduce(connection: socket.socket, hello: Hello, deadline: float) -> HelloReply:
     answer = say_hello(connection, hello, max(time.monotonic() + HELLO_S, deadline))  # rank 0 may be busy with others
     prepare(connection)
     return answer

@@ -1,4 +1,4 @@
-"""Watch: the thread that ends this process when a rank of its group has died, hangs, or is cut off.
+"""GroupWatch: the thread that ends this process when a rank of its group has died, hangs, or is cut off.
 
 Every rank tells rank 0 that it lives, and rank 0 tells every rank, on connections of their own:
 a long step, or a full connection for commands, delays no sign of life. The end is `os._exit`, since
@@ -31,7 +31,7 @@ STARTUP_ERROR = 2  # exit code: starting again will not help
 Kind = Literal["lives", "fails", "leaves", "closes"]
 
 
-class Watch(threading.Thread):
+class GroupWatch(threading.Thread):
     def __init__(self, peers: Sequence[Peer], timeout_s: float) -> None:
         """timeout_s: silence of a peer that ends this process; it may be changed at any time."""
         super().__init__(name="group", daemon=True)

@@ -2,6 +2,6 @@
 Matrix."""
 
 from services.compute.weights.formats.registry import read_format
-from services.compute.weights.formats.stored import Format, Kept, StoredLayer
+from services.compute.weights.formats.stored import StoredLayer, StoredWeight, WeightFormat
 
-__all__ = ["Format", "Kept", "StoredLayer", "read_format"]
+__all__ = ["WeightFormat", "StoredWeight", "StoredLayer", "read_format"]

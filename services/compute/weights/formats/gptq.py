@@ -16,9 +16,9 @@ from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import (
     AS_THEY_ARE,
-    Format,
-    Kept,
     StoredLayer,
+    StoredWeight,
+    WeightFormat,
     describe,
     keep_groups,
     num_groups,
@@ -49,7 +49,7 @@ class Gptq:
     def holds(self, layer: StoredLayer) -> bool:
         return any(layer.has(part) for part in PARTS)
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         for pattern, override in self.overrides:
             if re.match(pattern, layer.name.rstrip(".")):
                 if override is None:
@@ -57,7 +57,7 @@ class Gptq:
                 return override._matrix(layer)
         return self._matrix(layer)
 
-    def _matrix(self, layer: StoredLayer) -> Kept:
+    def _matrix(self, layer: StoredLayer) -> StoredWeight:
         n, k, per_word = layer.n, layer.k, 32 // self.bits
         if self.is_ordered and not layer.has("g_idx"):
             raise layer.refuse("g_idx", "is missing, and quantization_config says desc_act")
@@ -74,11 +74,11 @@ class Gptq:
             return widen_permuted(layer, codes, scales, zeros, order)
         without_zeros = self.is_symmetric and not bool(zeros.any())
         if self.bits == 8 and self.group is None and without_zeros:
-            return Kept(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
+            return StoredWeight(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
         return keep_groups(layer, codes, scales, None if without_zeros else zeros.contiguous(), self.group)
 
 
-def read_gptq(options: Options) -> Format:
+def read_gptq(options: Options) -> WeightFormat:
     base = _read_one(options, options)
     overrides: list[tuple[str, Gptq | None]] = []
     for name, section in (options.section("dynamic") or Options({})).sections():

@@ -11,10 +11,10 @@ from services.compute.weights.formats.fp8 import read_fp8
 from services.compute.weights.formats.gptq import read_gptq
 from services.compute.weights.formats.mxfp4 import read_mxfp4
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import Format
+from services.compute.weights.formats.stored import WeightFormat
 from shared.process.errors import StartupError
 
-READERS: dict[str, Callable[[Options], Format]] = {
+READERS: dict[str, Callable[[Options], WeightFormat]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[Options], Format]] = {
 }
 
 
-def read_format(config: Mapping[str, Any]) -> Format:
+def read_format(config: Mapping[str, Any]) -> WeightFormat:
     """The format that a quantization_config describes. Raises StartupError for what is not
     supported."""
     method = config.get("quant_method")
