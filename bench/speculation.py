@@ -40,7 +40,7 @@ from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.control import DraftControl
-from services.compute.speculation.make import make_proposers
+from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.speculation import Speculation, Tally
 from shared.model.constraint import Constraint
 from shared.model.files import ModelFiles

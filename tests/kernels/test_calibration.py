@@ -20,10 +20,9 @@ from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
-from services.modeltools.calibration.calibrate import calibrate, observe
+from services.modeltools.calibration.calibrate import calibrate, find_scales, fold_into_norm, fold_into_up, observe
 from services.modeltools.calibration.perplexity import next_token_logs, perplexity
 from services.modeltools.calibration.rounding import objectives, round_four_bit
-from services.modeltools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
 from services.modeltools.calibration.simulation import LayerQuantization, quantize_inputs, quantize_matrix
 from services.modeltools.calibration.texts import default_text, read_windows, split
 from services.operator.cli import main

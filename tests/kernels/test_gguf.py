@@ -29,8 +29,7 @@ from services.compute.backends.cpu.linear import is_packable
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.architectures import read_config
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
-from services.compute.weights.gguf_rows import GgufRows
-from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.gguf_source import GgufRows, GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
 from shared.model.files import open_model

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from services.compute.backends.cpu.library import open_context
-from services.compute.backends.cpu.moving import move_in, move_out
+from services.compute.backends.cpu.linear import move_in, move_out
 from services.compute.backends.matrix import Dense, Joined
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.models.config import Packed

@@ -13,7 +13,7 @@ from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.control import DraftControl, DraftKind
-from services.compute.speculation.make import make_proposers
+from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.proposer import Drafts, Proposer, Wanted
 from services.compute.speculation.speculation import Speculation
 from shared.model.constraint import Constraint

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from services.compute.speculation.control import MARGIN, DraftControl, DraftKind, StepTime
-from services.compute.speculation.lookup import MAX_POOLS, POOL_GRADES, Lookup
+from services.compute.speculation.model_free import MAX_POOLS, POOL_GRADES, Lookup, PredictionProposer
 from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, NgramIndex
-from services.compute.speculation.prediction import PredictionProposer
 from services.compute.speculation.proposer import MAX_GRADE, Drafts, Wanted
 from shared.model.prediction import PredictionFollower
 from tests.examples import examples

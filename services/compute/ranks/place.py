@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.choose import context_of, has_same_columns, ranks_of_host
-from services.compute.backends.cpu.moving import move_in, move_out
+from services.compute.backends.cpu.linear import move_in, move_out
 from services.compute.backends.gathered import ELSEWHERE
 from services.compute.backends.host_memory import shared_memory
 from services.compute.cache.kv_cache import KVCache
@@ -22,8 +22,7 @@ from services.compute.execution.executor import DrawnTokens
 from services.compute.execution.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
-from services.compute.models.sharded import linears_to_keep, sharded_layer
+from services.compute.models.rank import config_of_rank, cut_of, linears_to_keep, sharded_layer, weights_of_rank
 from services.compute.ranks.group.commands import (
     BlockCount,
     FindBlocks,

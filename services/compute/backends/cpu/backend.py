@@ -11,8 +11,7 @@ from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.build import source_id
 from services.compute.backends.cpu.library import NativeContext
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
-from services.compute.backends.cpu.row_math import NativeRowMath
-from services.compute.backends.cpu.row_search import NativeRowSearch
+from services.compute.backends.cpu.row_math import NativeRowMath, NativeRowSearch
 from services.compute.backends.cpu.stack import NativeStack
 from services.compute.backends.gathered import GatheredMlp
 from services.compute.backends.matrix import Joined, Matrix

@@ -9,8 +9,9 @@ after it, SiLU times up or the residual, happen inside.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from itertools import pairwise
 
@@ -23,12 +24,16 @@ from services.compute.backends.cpu.library import NativeContext, Weight, pointer
 from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
+from services.compute.ranks.parallel.distributed import as_bytes
+from services.compute.ranks.parallel.outline import LayerOutline, MatrixOutline
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 TILE_BYTES = 64
 FOUR_BIT_GROUPS = (32, 64, 128)  # of four-bit codes
 GROUPS = (16, 32, 64, 128)
+ALIGNMENT = 64  # bytes: kernels read whole lines of the cache
+NUMBERS = ("activation", "is_gate", "lowest", "highest", "is_widened")  # of kernels.h's Weight, which no form says
 OTHER_PARTS = "its parts have other shapes or types"
 
 
@@ -347,3 +352,42 @@ def padded(n: int, k: int, form: PackedForm, is_gated: bool) -> tuple[int, int]:
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
+
+
+def move_out(linears: Sequence[Linear | None]) -> tuple[LayerOutline, Tensor]:
+    """The outline of a layer's qkv, output, gate_up and down, and their bytes, [num_bytes] uint8."""
+    outlines, pieces = [], [torch.empty(0, dtype=torch.uint8)]
+    for linear in linears:
+        assert linear is None or isinstance(linear, NativeLinear)
+        matrices = () if linear is None else (linear, *linear.following)
+        outlines.append(tuple(_outline(each) for each in matrices))
+        for part in (part for matrix in matrices for part in matrix.parts.values()):
+            pieces += [as_bytes(part), torch.zeros(-part.nbytes % ALIGNMENT, dtype=torch.uint8)]
+    memory = torch.cat(pieces)
+    return LayerOutline(len(memory), *outlines), memory
+
+
+def move_in(context: NativeContext, outline: LayerOutline, memory: Tensor) -> list[NativeLinear | None]:
+    """The layer's qkv, output, gate_up and down. Whenever they are called, memory [num_bytes] uint8 has
+    their bytes."""
+    at, linears = 0, list[NativeLinear | None]()
+    for linear in (outline.qkv, outline.output, outline.gate_up, outline.down):
+        matrices = []
+        for of in linear:
+            parts, form = {}, PackedForm(*of.form)
+            for name, (shape, dtype) in part_shapes(form, *padded(of.n, of.k, form, of.is_gated), has_bias=of.has_bias).items():
+                size = math.prod(shape) * dtype.itemsize
+                parts[name] = memory[at : at + size].view(dtype).view(shape)
+                at += size + -size % ALIGNMENT
+            matrix = NativeLinear(context, of.n, of.k, form, is_gated=of.is_gated, has_bias=of.has_bias, parts=parts)
+            for name, number in zip(NUMBERS, of.numbers, strict=True):
+                setattr(matrix.struct, name, number)
+            matrices.append(matrix)
+        linears.append(join(matrices, is_gated=bool(matrices[0].struct.is_gate)) if matrices else None)
+    return linears
+
+
+def _outline(matrix: NativeLinear) -> MatrixOutline:
+    struct = matrix.struct
+    numbers = tuple(getattr(struct, name) for name in NUMBERS)
+    return MatrixOutline(struct.n, struct.k, bool(struct.is_gated), "bias" in matrix.parts, astuple(matrix.form), numbers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from services.compute.backends.matrix import Int8Columns
+from services.compute.weights.formats.awq import read_awq
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import (
     AS_THEY_ARE,
@@ -30,6 +31,10 @@ from services.compute.weights.formats.stored import (
 
 BITS = (2, 4, 8)
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+AUTO_ROUND_VERSIONS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
+AUTO_ROUND_AWQ = "auto_round:auto_awq"
+AUTO_ROUND_FIELDS = ("bits", "group_size", "sym")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +100,20 @@ def _read_one(options: Options, defaults: Options) -> Gptq:
     bits = merged.bits("bits", allowed=BITS)
     group, is_symmetric, is_ordered = merged.group("group_size", default=128), merged.flag("sym", default=True), merged.flag("desc_act", default=False)
     return Gptq(bits, group, 1 if version == "gptq" else 0, is_symmetric, is_ordered)
+
+
+def read_auto_round(options: Options) -> WeightFormat:
+    """AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", 2023): another
+    way to find codes, in the layouts of GPTQ and AWQ.
+
+    `packing_format` says in which; its own, `auto_round`, is GPTQ's second version. extra_config has
+    settings of single layers, by name or pattern; those of 16 bits are dense.
+    """
+    packing = options.choice(("packing_format",), (*AUTO_ROUND_VERSIONS, AUTO_ROUND_AWQ))
+    options.choice(("data_type",), ("int",), "int")
+    settings = {name: options.values[name] for name in AUTO_ROUND_FIELDS if name in options.values}
+    if packing == AUTO_ROUND_AWQ:
+        return read_awq(Options(settings))
+    extra = options.section("extra_config") or Options({})
+    dynamic = {name: layer.values for name, layer in extra.sections() if layer.integer("bits", default=16) < 16}
+    return read_gptq(Options(settings | {"checkpoint_format": AUTO_ROUND_VERSIONS[packing], "dynamic": dynamic}))
