@@ -81,7 +81,7 @@ def train_tokenizer(exchanges: list[Dialogue]) -> PreTrainedTokenizerFast:
 
 
 def vary(question: str, rng: random.Random) -> str:
-    """The question as somebody else would type it."""
+    """The question in another spelling."""
     text = question
     if rng.random() < 0.25:
         text = rng.choice(["Please tell me: ", "Hi, ", "Hello! ", "I have a question. ", "So, ", "Please: ", "OK, "]) + text

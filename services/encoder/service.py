@@ -21,7 +21,7 @@ from shared.wire.streams import embeddings_key, wanted_images_key
 
 log = get_logger("penstock.encoder")
 
-TTL_S = 60  # of embeddings that nobody has read, and of the reason why there are none
+TTL_S = 60  # of embeddings that were not read, and of the reason why there are none
 POLL_S = 0.01  # between two looks at an empty list
 IDLE_POLLS = 20  # after so many, the looks are POLL_S * IDLE_POLLS apart
 

@@ -2,7 +2,7 @@
 is read.
 
 The packed form is the same for every instruction set. Embedding and norms stay as they are, but for
-the scales that calibration folds into norms; a tied LM head is stored beside the embedding.
+the scales that calibration folds into norms; a tied LM head is stored in addition to the embedding.
 """
 
 import json
@@ -50,7 +50,7 @@ def quantize(
     """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`, with force in
     the stead of a model that is there. Raises StartupError.
 
-    calibration: a text's path, or default, of which so many tokens are used; None: weights are
+    calibration: a text's path, or default; so many of its tokens are used; None: weights are
     rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(model, weights=True)

@@ -54,7 +54,7 @@ def train_heads(
         raise StartupError(f"{out}: heads need a folder of their own")
     settings = load_settings(ComputeSettings, [], model=model, device="cpu", num_threads=num_threads)
     if not is_native_model(settings, files):
-        raise StartupError(f"{files.name}: heads are trained for models that run on our own executor")
+        raise StartupError(f"{files.name}: heads are trained for models of the native implementation only")
     check_memory(sampling.num_tokens, files.hidden_size or 0)
     encoded = encode_prompts(texts, files)
     open_out_folder(out, force=force)

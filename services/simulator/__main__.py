@@ -196,7 +196,7 @@ def policies(args: argparse.Namespace) -> dict[str, Policy]:
     least = policy.min_replicas if args.min_replicas is None else args.min_replicas
     most = max(least, policy.max_replicas) if args.max_replicas is None else args.max_replicas
     if least > most:
-        raise StartupError(f"--min-replicas {least}: above --max-replicas {most}")
+        raise StartupError(f"--min-replicas {least}: must be at most --max-replicas, which is {most}")
     found = {}
     for names in args.triggers or ["+".join(each.metric for each in policy.triggers)]:
         triggers = tuple(each for each in policy.triggers if each.metric in names.split("+"))

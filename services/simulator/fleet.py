@@ -71,7 +71,7 @@ class Fleet:
         """start_s: from a replica's start until it takes prompts. The requests are in the order of their
         arrival."""
         self.run = Run(Outcomes(requests))
-        self.stream: deque[int] = deque()  # numbers of requests that nobody has taken
+        self.stream: deque[int] = deque()  # numbers of requests that no replica has taken
         self.released: deque[tuple[int, int]] = deque()  # numbers of requests, and their tokens: taken once, and free again
         self.members: list[FleetReplica] = []  # those that have not ended, the oldest first
         self.start_s = start_s

@@ -47,7 +47,7 @@ def find_machine(name: str, model: DecoderShape, precision: Precision, group: Ca
         fields = json.loads(Path(name).read_text())
         fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]
         if fixed_s <= 0 or min(others) < 0:
-            raise ValueError("costs must not be negative, fixed_s not 0")
+            raise ValueError("its costs must be at least 0, and fixed_s above 0")
         machine = Machine(MeasuredCost(StepCost(*costs)), int(fields["kv_tokens"]), 1.0 if price is None else price)
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"

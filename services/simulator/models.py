@@ -69,7 +69,7 @@ class Part:
     attention_weights: int  # of a layer
     mlp_weights: int  # of a layer; of a mixture, all its experts that are the rank's
     head_weights: int
-    embedding_weights: int  # beside the head's
+    embedding_weights: int  # without the head's
     num_heads: int  # of queries
     num_kv_heads: int
 

@@ -164,15 +164,15 @@ def policy_of(spec: dict[str, Any]) -> Policy:
         if target <= 0:
             raise ValueError(f"{name} must be above 0, got {metadata[name]}")
         triggers.append(Trigger(METRICS[name], target, float(metadata.get("activationLagCount", 0)) if name == "lagCount" else 0.0))
-    least, most = int(spec.get("minReplicaCount", 0)), int(spec.get("maxReplicaCount", 100))
-    if not 0 <= least <= most or most == 0:
-        raise ValueError(f"minReplicaCount {least}, maxReplicaCount {most}")
+    minimum, maximum = int(spec.get("minReplicaCount", 0)), int(spec.get("maxReplicaCount", 100))
+    if not 0 <= minimum <= maximum or maximum == 0:
+        raise ValueError(f"minReplicaCount {minimum} must be from 0 to maxReplicaCount, and that above 0, got {maximum}")
     behavior = spec.get("advanced", {}).get("horizontalPodAutoscalerConfig", {}).get("behavior", {})
     polling_s, cooldown_s = float(spec.get("pollingInterval", 30)), float(spec.get("cooldownPeriod", 300))
     if polling_s <= 0 or cooldown_s < 0:
-        raise ValueError(f"pollingInterval {polling_s:g}, cooldownPeriod {cooldown_s:g}")
+        raise ValueError(f"pollingInterval must be above 0, got {polling_s:g}, and cooldownPeriod at least 0, got {cooldown_s:g}")
     up, down = (rules_of(behavior.get(name, {}), default) for name, default in (("scaleUp", UP), ("scaleDown", DOWN)))
-    return Policy(tuple(triggers), least, most, polling_s, cooldown_s, up, down)
+    return Policy(tuple(triggers), minimum, maximum, polling_s, cooldown_s, up, down)
 
 
 def rules_of(fields: dict[str, Any], default: Rules) -> Rules:
@@ -180,5 +180,5 @@ def rules_of(fields: dict[str, Any], default: Rules) -> Rules:
     limits = tuple(Limit(float(each["value"]), each["type"] == "Percent", float(each["periodSeconds"])) for each in fields.get("policies", []))
     select = str(fields.get("selectPolicy", "Max"))
     if select not in ("Max", "Min", "Disabled"):
-        raise ValueError(f"selectPolicy {select}")
+        raise ValueError(f"selectPolicy must be Max, Min or Disabled, got {select}")
     return Rules(float(fields.get("stabilizationWindowSeconds", default.window_s)), limits or default.limits, select)

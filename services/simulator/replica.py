@@ -143,8 +143,8 @@ class Outcomes:
 class SimulatedReplica:
     """Alternate `begin_step` and `end_step`; between an end and a beginning, `add` what has come.
 
-    A sequence's tokens are zeros, a byte each: nobody reads them, for the prefix cache is off.
-    Steady steps, in which all that runs decodes and nobody begins or gives way, are only counted;
+    A sequence's tokens are zeros, a byte each: they are not read, for the prefix cache is off.
+    Steady steps, in which all that runs decodes and no sequence begins or is preempted, are only counted;
     the sequences catch up before the scheduler is asked again. The results are those of asking it
     at each step.
     """

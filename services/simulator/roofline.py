@@ -70,7 +70,7 @@ class Rank:
     """Seconds of a rank, by what a step has to do."""
 
     host_s: float
-    launches_s: float  # the host's, beside the card's, of a step that is not recorded
+    launches_s: float  # the host's, in addition to the card's, of a step that is not recorded
     is_recordable: bool  # whether steps without chunks are
     latencies_s: float  # of gathers
     attention_weights_s: float  # reading them
@@ -187,10 +187,10 @@ def weight_bytes(part: Part, precision: Precision) -> float:
 
 
 def kv_tokens(model: DecoderShape, hardware: Hardware, precision: Precision = BF16, group: CardGroup = ONE_CARD) -> int:
-    """Tokens whose KV fits beside the weights on each card. Raises StartupError if there is no room, or a
+    """Tokens whose KV fits on each card, in addition to the weights. Raises StartupError if there is no room, or a
     stage without a layer."""
     if group.pipeline > model.num_layers:
-        raise StartupError(f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers")
+        raise StartupError(f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers, and each stage needs one")
     fitting: list[int] = []
     for number in range(group.num_cards):
         part = part_of(model, Share(number % group.tensor, group.tensor), Share(number // group.tensor, group.pipeline))

@@ -277,7 +277,7 @@ def test_a_rank_of_another_host_that_is_in_a_step_when_the_group_closes_ends_wit
 
 
 def told_to_stop(rank: Rank) -> bool:
-    return any("a rank was told to stop" in line for line in rank.lines())
+    return any("a rank was asked to stop" in line for line in rank.lines())
 
 
 @pytest.mark.more

@@ -33,7 +33,7 @@ QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
 
 class Product(Protocol):
-    """The product with a layer's matrix, be it here or over several ranks."""
+    """The product with a layer's matrix, on this rank or over several."""
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
@@ -148,8 +148,8 @@ class Wiring:
 class Stack(Protocol):
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any, taps: Taps | None = None) -> Tensor:
         """Run all layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
-        returned. plan: attention's, of this step; taps: who gets a copy on the way, the same in all
-        calls."""
+        returned. plan: attention's, of this step; taps: receive copies of hidden states between layers,
+        the same in all calls."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
@@ -230,7 +230,7 @@ class RunningSearch(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until a device has come to it."""
+        """Wait until the device has finished the search."""
         ...
 
     def read(self) -> tuple[Array, Array, Array]:
@@ -240,7 +240,7 @@ class RunningSearch(Protocol):
         ...
 
     def read_drawn(self) -> Array | None:
-        """`drawn`, here."""
+        """`drawn`, copied to the host; None if only the host draws."""
         ...
 
 
@@ -275,7 +275,7 @@ class RowSearch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LargestStep:
-    """Inputs for sizing the workspace."""
+    """The largest step that a workspace is sized for."""
 
     linears: list[Linear]  # that get all of its tokens
     mlps: list[Mlp]  # which they are parts of, in part
@@ -290,10 +290,10 @@ class LargestStep:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes that the largest step of a model, or of heads, takes beside weights and KV cache."""
+    """Bytes that the largest step of a model, or of heads, takes in addition to weights and KV cache."""
 
     shared: int  # that the models and heads on this backend use in turn
-    own: int  # that nobody else uses
+    own: int  # not shared
 
 
 def total_bytes(workspaces: Sequence[Workspace]) -> int:
@@ -359,7 +359,7 @@ class Backend(Protocol):
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
-        """The MLP of two of this backend's layers, of which the first is gated."""
+        """The MLP of two of this backend's layers. The first is gated."""
         ...
 
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> GroupedExperts | None:
@@ -387,11 +387,11 @@ class Backend(Protocol):
         ...
 
     def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (from, to), of make_kv_layer's caches of one shape, one after the other. None
-        is copied from after it was copied to."""
+        """Copy blocks, (from, to), of make_kv_layer's caches of one shape, one after the other. No block
+        is a source after it was a target."""
         ...
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserve what the largest step takes. `shared` counts all that has been reserved so far,
-        whoever asked for it."""
+        by any model or head."""
         ...

@@ -98,7 +98,7 @@ class Int4Columns(Coded):
         return f"4 bits by column in groups of {self.group}"
 
     def widened(self) -> Int8Columns:
-        """The same values."""
+        """The same values, in 8 bits by column."""
         zeros, steps = (each.repeat_interleave(self.group, 1)[:, : self.shape[1]] for each in (self.zeros, self.steps))
         return Int8Columns((self.codes.to(torch.int8) - zeros) * steps, self.scales)
 

@@ -23,7 +23,7 @@ from shared.process.errors import Invalid
 NUM_COMPILERS = 2
 BYTES_PER_S = 384 << 20  # of processor time in the library
 BYTES_PER_CHARACTER = 64  # of a grammar's text
-MAX_KEPT = 256  # grammars that nobody runs at the moment
+MAX_KEPT = 256  # grammars that no sequence runs at the moment
 MAX_KEPT_BYTES = 128 << 20  # of all of these
 MAX_KEPT_EACH = 16 << 20  # a larger one is compiled again when it comes again
 MAX_RUNNING_BYTES = 512 << 20  # of those that run; beyond it only small ones begin
@@ -83,7 +83,7 @@ class GrammarCache:
         """A sequence is to run it. Raises Invalid (503) where memory is short."""
         held = {id(each): each.size_bytes for each in running}
         if id(grammar) not in held and grammar.size_bytes > SMALL_BYTES and sum(held.values()) + grammar.size_bytes > MAX_RUNNING_BYTES:
-            raise Invalid("the grammars that run take all the memory that there is for them", code="grammars_full", status=503)
+            raise Invalid("the grammars of the requests that run have reached their memory limit: try again later", code="grammars_full", status=503)
         self.keep(grammar)
 
     def forget(self, constraint: Constraint) -> None:

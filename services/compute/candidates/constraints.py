@@ -1,4 +1,4 @@
-"""The grammars of the sequences that run: compiled beside the loop, and asked for masks while the
+"""The grammars of the sequences that run: compiled in threads, and asked for masks while the
 model computes.
 
 No step waits for one row's mask longer than the budget that its loop gives. A row whose mask is

@@ -4,9 +4,9 @@ A matcher's state is a function of its sequence's output tokens, decided and for
 nothing else. So it is made again wherever the tokens are (after a crash, at another replica), goes
 forward with them, and back where foreseen ones are taken back.
 
-Matchers of one text share what the library has worked out of it. Should that outgrow its limits,
-through whoever, a sequence gets a matcher of its own: what ends in an error depends on the
-sequence's own tokens.
+Matchers of one text share what the library has worked out of it. If that outgrows its limits,
+because of any of them, a sequence gets a matcher of its own: whether it fails depends on its own
+tokens alone.
 """
 
 import time
@@ -60,7 +60,7 @@ class Matcher:
         return self.seconds > SLOW_S
 
     def step_to(self, prefixes: list[Prefix]) -> "MatcherPath":
-        """How it comes to some prefixes of its sequence, of which each is longer than the one
+        """How it comes to some prefixes of its sequence, each longer than the one
         before. What was decided when it was last asked stands; what was foreseen then may have come
         otherwise."""
         sequence, keys, last = self.sequence, tuple(prefix.key for prefix in prefixes), prefixes[-1].num_tokens

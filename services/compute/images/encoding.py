@@ -158,7 +158,7 @@ class ImageEncoding:
         for each in sorted(self.opening.values(), key=lambda each: each.order):
             missing = {image.image.key: image.image for image in each.images if image.image.key not in self._embeddings}
             if each.sequence.handle not in self._held:
-                # nobody takes the room that the first of those who wait for some is to have
+                # room is reserved for the first sequence that waits for some
                 is_full = is_full or (bool(missing) and not self._has_room(each))
                 if missing and is_full:
                     continue
@@ -221,8 +221,8 @@ class ImageEncoding:
         return any(image.image.key == key for each in self.opening.values() for image in each.images)
 
     def _has_room(self, opening: PendingImages) -> bool:
-        """Whether its embeddings fit beside those of others, be they made or not, once what nobody has
-        is dropped. One sequence alone has room."""
+        """Whether its embeddings fit in addition to those that other sequences hold, made or not, after
+        embeddings that none holds were dropped. One sequence alone has room."""
         held = {key: size for sizes in self._held.values() for key, size in sizes.items()}
         needed = held | {image.image.key: image.num_tokens * self.token_bytes for image in opening.images}
         if held and sum(needed.values()) > self.max_bytes:

@@ -1,7 +1,7 @@
 """RemoteEncoder: embeddings that encoder stages make, and compute reads from Redis.
 
-A question is no obligation: an encoder that dies loses it, and it is asked again. Embeddings are the
-same, whoever makes them, if the fingerprints are.
+A request to an encoder may be lost: if the encoder dies, it is sent again. Encoders with the same
+fingerprint make the same embeddings.
 """
 
 import time

@@ -49,7 +49,7 @@ class ForwardBatch:
 
 
 class EmbeddingRows(Protocol):
-    """A matrix of which some rows are asked for: a tensor, or one in a file."""
+    """A matrix that is read by rows: a tensor, or one in a file."""
 
     def __getitem__(self, ids: Tensor, /) -> Tensor: ...
 
@@ -228,7 +228,7 @@ class Decoder:
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
-        """Bytes that a step of so many tokens needs, num_logits of which get logits."""
+        """Bytes that a step of so many tokens needs. num_logits: rows that get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))

@@ -1,7 +1,7 @@
 """Attention behind transformers' modules instead of its caches: attention over the paged cache of a
 step, and the caches themselves.
 
-Two ways, of which a model takes the first that it can:
+Two ways; a model takes the first that it can:
 
 * **ragged**: its layers call transformers' attention interface, under the name ATTENTION. All tokens of a step are one row; each layer's K and V go to
   their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the library makes its masks, asked for the positions.

@@ -244,7 +244,7 @@ def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerS
     the last are the same, and a cache that says it holds more must change nothing.
     """
     if "position_ids" not in parameters:
-        raise Unsupported("it can't be told positions")
+        raise Unsupported("it takes no position_ids")
     (logits, handed), (others, handed_far) = (run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), PassingCache(length)) for length in (0, FAR))
     pairs = [(logits, others), (logits[:1], logits[2:])]
     for layer, each in handed.items():
@@ -323,5 +323,5 @@ def run_probe(
     if length is None and (not step.handed or step.handed.keys() != cache.shapes.keys()):
         raise Unsupported(KEPT_ELSEWHERE)
     if not bool(logits.isfinite().all()):
-        raise Unsupported("its logits are no finite numbers")
+        raise Unsupported("its logits are not finite")
     return logits, step.handed

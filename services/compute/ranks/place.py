@@ -192,7 +192,7 @@ def load_decoder(place: Placement, number: int, location: Path, config: ModelCon
 
 
 def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
-    """Rank 0's whole model, of which others keep parts; or another rank's, which has no layers and sends
+    """Rank 0's whole model, whose parts the others keep; or another rank's, which has no layers and sends
     what it keeps. Raises StartupError."""
     if config.moe is not None:
         raise StartupError("--shard-weights: a mixture of experts is not sent layer by layer; without it, --tensor-parallel-size divides the experts")
@@ -245,7 +245,7 @@ class LeadingRunner(ModelRunner):
 
 def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None) -> Stored | None:
     """The copies of the cache's blocks that --kv-disk asks for, of all ranks that have a part of the
-    cache; None: nobody asks. Raises StartupError."""
+    cache; None if it is not set. Raises StartupError."""
     has_parts = end is not None and not settings.shard_weights
     if settings.kv_disk is None or not settings.prefix_caching or (isinstance(end, Member) and not has_parts):
         return None

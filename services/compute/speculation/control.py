@@ -20,7 +20,7 @@ FIRST_SHARE = 0.087  # of a step's fixed time that one token more takes: until i
 FLOOR_SHARE = 0.002  # the least that a measurement may say
 MARGIN = 1.03  # tokens per second must be so much more than without drafts
 MAX_DELAY = 0.25  # of a step, for sequences in it that have no drafts
-FIRST_CHANCE, FIRST_WEIGHT = 0.5, 4.0  # of what nobody has tried, and in tries how much that counts
+FIRST_CHANCE, FIRST_WEIGHT = 0.5, 4.0  # assumed before the first try, and how many tries that counts as
 SURE_CHANCE = 0.75  # the same of a model that drafts as far as it is sure
 FORGET_OWN, FORGET_ALL = 0.95, 0.99  # with each draft, of a sequence and of all
 FADE_OWN, FADE_ALL = 0.98, 0.99  # with each draft that is not taken: circumstances change
@@ -60,7 +60,7 @@ class StepTime:
         self._gram = np.zeros((3, 3))
         self._moment = np.zeros(3)
         self._last_s = 0.0
-        self._fitted: tuple[float, float, float] | None = None  # None: steps have come since; most steps nobody asks after
+        self._fitted: tuple[float, float, float] | None = None  # None: stale; computed again on demand
 
     def observe(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         row = np.array([1.0, num_tokens, has_drafts]) / seconds

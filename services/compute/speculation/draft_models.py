@@ -81,7 +81,8 @@ def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None
     """The model of --draft-model, which has the target's vocabulary. number: among the replica's."""
     found = open_model(path, weights=True)
     if architecture_of(found.config) not in ARCHITECTURES:
-        raise StartupError(f"--draft-model {path}: a {architecture_of(found.config)} does not run on our own executor, and only what does can draft")
+        name = architecture_of(found.config)
+        raise StartupError(f"--draft-model {path}: {name} has no native implementation, which a draft model needs")
     check_tokenizer(path, found, files)
     config = read_config(found.config, limit)
     return DraftModel("draft", load_decoder(place, number, found.weights, config, backend), found.max_model_len)

@@ -26,7 +26,7 @@ from services.compute.speculation.proposer import Drafts, Wanted
 # head's run and a token of the step
 LEAST_CHANCE = 0.2
 MOST_UNREAD = 16  # places of a sequence that wait for drafts to be wanted; more are read at once
-# sequences of which states are kept: a chunk in flight may be of one that has just been forgotten
+# sequences whose states are kept: a chunk in flight may be of one that has just been forgotten
 MOST_SEQUENCES = 1024
 
 

@@ -24,7 +24,7 @@ from shared.process.errors import StartupError
 
 PICKLE = "pytorch_model.bin"
 PREFIXES = re.compile(r"^(model\.)?(midlayer\.|layers\.0\.)?")
-# what a file may hold beside the head: tables that the config gives too, and parts of the target
+# what a file may hold in addition to the head: tables that the config gives too, and parts of the target
 LEFT_OUT = re.compile(r"(self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 NAMES = re.compile(
     r"fc\.weight|input_norm\.weight|fc_norm\.\d+\.weight|(input_layernorm|hidden_norm|post_attention_layernorm|norm)\.weight|d2t|t2d"
@@ -69,7 +69,7 @@ def read_eagle(folder: Path, config: Mapping[str, Any], target: ModelConfig, dty
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle, of which nothing else is taken, and nothing is run. Raises
+    """The tensors of a pickle. Nothing else is read from it, and nothing is run. Raises
     StartupError."""
     try:
         held: Any = torch.load(file, map_location="cpu", weights_only=True)

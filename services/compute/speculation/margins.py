@@ -34,7 +34,7 @@ class Margins:
         return bisect_right(BORDERS, margin)
 
     def chance(self, level: int) -> float:
-        """That a draft of this level stands, if those before it do."""
+        """The probability that a draft of this level stands, if those before it do."""
         return self._stood[level] / self._tried[level]
 
     def learn(self, levels: list[int], num_stood: int) -> None:

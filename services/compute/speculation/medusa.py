@@ -1,5 +1,5 @@
 """Drafts by Medusa heads (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads", 2024): from the hidden state of which the model's head draws a token, head
+Multiple Decoding Heads", 2024): from the hidden state that the model's head draws a token of, head
 i guesses the token i + 1 places after it.
 
 A head sees no draft before its own, so it gives the tokens that are likely there on the average.

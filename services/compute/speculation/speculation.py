@@ -60,7 +60,7 @@ class Speculation:
         self.tallies: dict[int, Tally] = {}  # by handle
         self.offered: dict[int, tuple[DraftKind, int]] = {}  # by handle: of the step that was scheduled last
         # On a device that draws, drafts are asked for when no step is in flight, and that costs time:
-        # while nobody has some, for longer and longer nobody is asked
+        # after steps without any, proposers are asked less and less often
         self._pause = self._pause_left = 0  # steps
         self.place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
         self._model_s = 0.0  # that proposers took for the step that was scheduled last

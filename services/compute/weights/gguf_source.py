@@ -122,12 +122,12 @@ class GgufSource:
         return f"GGUF, {kept[0][0]}" if kept else ""
 
     def report(self, layers: range | None = None) -> None:
-        """Log in one line which types the file has, and how each is kept. Raises StartupError for
-        these layers' tensors that nobody has read; None: of all."""
+        """Log in one line which types the file has, and how each is kept. Raises StartupError if
+        tensors of these layers were not read. layers: None means all."""
         left = [name for name in self._kinds if _is_of_layers(name, layers) and name not in self._read and not self._is_unneeded(name)]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise StartupError(f"{self.folder}: {left[0]}{others} are of no layer that is known here: without them the model would answer wrongly")
+            raise StartupError(f"{self.folder}: {left[0]}{others} belong to no layer that Penstock knows: without them the model would answer wrongly")
         counts = Counter(self._kinds.values()).most_common()
         grouped = ", ".join(f"{count} {kind.name}" for kind, count in counts if self._is_kept(kind))
         dense = ", ".join(f"{count} {kind.name}" for kind, count in counts if not self._is_kept(kind))

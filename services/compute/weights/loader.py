@@ -283,7 +283,7 @@ class Loader:
         return self.backend.make_linear(head, quantization=self.packing.of_head, group=self.packing.group, whole_n=shape[0])
 
     def whole(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None = "none") -> Linear:
-        """A layer of which every rank has all."""
+        """A layer that every rank has whole."""
         return _there(self.linear(name, [source], [shape], has_bias, quantization=quantization))
 
     def columns(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None) -> Linear | None:

@@ -11,7 +11,7 @@ from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 
 GROUP = 32
-# twice the values, some of which are halves; scales are halved in turn
+# twice the values, as some are halves; scales are halved in turn
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # of the exponents, those whose halved scales are float16, from 2**-24 to 2**15
 LEAST_EXPONENT, LARGEST_EXPONENT = 104, 143

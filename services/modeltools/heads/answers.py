@@ -17,7 +17,7 @@ from shared.model.sampling_params import SamplingParams
 
 AT_ONCE = 64  # answers
 LONGEST = 256  # tokens of an answer
-HELD_OUT_EVERY = 10  # prompts, of which the first one's answers are held out
+HELD_OUT_EVERY = 10  # the first of so many prompts is held out, with its answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class CpuBackend:
         self.torch.copy_blocks(layers, copies)
 
     def workspace(self, step: LargestStep) -> Workspace:
-        """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""
+        """Grows the workspaces as well: pages that were never written to take no memory."""
         logits = 0
         for linear in step.linears:
             assert isinstance(linear, NativeLinear)

@@ -190,8 +190,8 @@ class NativeContext:
     at a time may use it; another opens its own."""
 
     def __init__(self, library: ctypes.CDLL, handle: int) -> None:
-        """handle: of penstock_open. It is closed with this object, which is kept by whoever calls
-        its functions."""
+        """handle: of penstock_open. It is closed with this object: callers of its functions keep
+        a reference."""
         # the end of the process gives back more
         weakref.finalize(self, library.penstock_close, handle).atexit = False
 

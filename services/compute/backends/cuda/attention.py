@@ -30,7 +30,7 @@ HEADS = 16  # that a program rotates
 SMALLEST_BLOCK = 16  # tokens: --block-size is a multiple of it
 FOUND_AT_ONCE = 256  # slots
 EVERYTHING = 1 << 30  # the window of a layer without one
-MOST_HOLES = MAX_SEGMENTS * SEGMENT_MULTIPLE  # of a context, beside its tokens
+MOST_HOLES = MAX_SEGMENTS * SEGMENT_MULTIPLE  # of a context, in addition to its tokens
 
 
 def count_ranges(num_positions: int) -> int:

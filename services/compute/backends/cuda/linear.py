@@ -51,7 +51,7 @@ class SplitK:
     """How a layer's sums are divided: over each `span` inputs, and then over these parts."""
 
     span: int
-    enough_tiles: int  # of which there is work for all of the device: then one program has all parts
+    enough_tiles: int  # from this many on the device is busy: then one program has all parts
 
 
 def divide(n: int, k: int, multiprocessors: int, *, has_groups: bool) -> SplitK | None:
@@ -162,7 +162,7 @@ class CudaLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that a call reads beside x."""
+        """Bytes that a call reads, without x."""
         return sum(each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:

@@ -24,11 +24,11 @@ PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; an
 
 @dataclass(frozen=True, slots=True)
 class CudaSearch:
-    """A search under way."""
+    """A search that the device runs."""
 
     drawn: Tensor  # [R] int64, on the device
     wanted: SearchRequest
-    # here, once `copied` has happened: keys, `drawn` and masses
+    # on the host, valid after the event `copied`: keys, `drawn` and masses
     copies: list[Tensor]
     copied: torch.cuda.Event | None  # None: without a GPU
 
@@ -51,14 +51,14 @@ class CudaRowSearch:
     """TorchRowSearch on the device. A row's result does not depend on the others."""
 
     def ban(self, logits: Tensor, rows: Array, masks: Sequence[Array]) -> None:
-        """In one launch; the masks cross in one copy."""
+        """One kernel launch, one host-to-device copy for the masks."""
         assert logits.is_contiguous()
         words = to_device(np.stack(masks).view(np.int32), logits.device)
         grid = (len(masks), triton.cdiv(logits.shape[1], BLOCK))
         kernels.ban_logits[grid](logits, to_device(rows, logits.device), words, logits.shape[1], words.shape[1], BLOCK=BLOCK)
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
-        """Launch the search and the draws: they read what the searches before them have found."""
+        """Launch the search, and the draws, which read its results on the device."""
         num_rows = len(wanted.params)
         noise = row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64)
         arrays = [wanted.mass_rows, wanted.mass_temperatures, draws_of(wanted), noise]
@@ -90,7 +90,7 @@ class CudaRowSearch:
 
 def largest_keys(logits: Tensor, k: int) -> Tensor:
     """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64,
-    falling: chunk by chunk, and then among those that were found, until one chunk is left."""
+    falling: chunk by chunk, and then among the keys kept of all chunks, until one chunk is left."""
     num_rows, vocab_size = logits.shape
     kept = next((size for size in KEPT if size >= k), triton.next_power_of_2(k))
     chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
@@ -108,8 +108,7 @@ def largest_keys(logits: Tensor, k: int) -> Tensor:
 
 
 def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """The masses of total_masses: a sum for each part of the vocabulary, of which there are as many
-    as it is long. Returns [n, parts] float32."""
+    """The masses of total_masses: a sum for each PART tokens of the vocabulary. Returns [n, parts] float32."""
     num_parts = triton.cdiv(logits.shape[1], PART)
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):
@@ -134,7 +133,7 @@ def draws_of(wanted: SearchRequest) -> Array:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Copies here, under way from a GPU in one piece. tensors: those of wider numbers first."""
+    """Copies on the host, begun as one asynchronous transfer. tensors: those of wider numbers first."""
     there = torch.cat([each.flatten().view(torch.uint8) for each in tensors])
     here = there if there.device.type == "cpu" else torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
     pieces = torch.split(here, [each.nbytes for each in tensors])

@@ -50,11 +50,11 @@ class AttentionInputs:
     block_tables: list[tuple[int, ...]]  # as many blocks as the context needs, at least
     slot_mapping: Tensor  # [T] int64: where each token's K and V go; empty: found by an attention that finds_slots
     ropes: tuple[CosSin, ...]  # a layer names one of them
-    # of each sequence's blocks, how many of their positions are tokens: the others nobody sees. None: all are
+    # how many positions of each sequence's blocks are tokens: the others are masked. None: all are
     block_lens: list[tuple[int, ...]] | None = None
     # of the step's tokens, the last position that each sees, in its sequence; None: its own
     last_seen: list[int] | None = None
-    # names of the sequences, by which their tables may be kept from step to step; None: they are kept by nobody
+    # names of the sequences, by which their tables may be kept from step to step; None: no table is kept
     handles: list[int] | None = None
 
 

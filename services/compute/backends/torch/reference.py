@@ -18,7 +18,7 @@ from services.compute.backends.matrix import MOST_STEPS, SLICE, Dense, Float8, G
 # the libraries take other instructions for a few rows, and for the last ones)
 ROW_TILE = 16
 RANGE = 256  # positions whose keys are taken at a time
-LOWEST = -1.0e38  # a maximum of nothing
+LOWEST = -1.0e38  # initial value of a running maximum
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def add_scaled(x: Tensor, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
-    """x + multiplier * h, of which h is normalized first where there is a norm [hidden]. x, h: [T,
+    """x + multiplier * h. If there is a norm [hidden], h is normalized first. x, h: [T,
     hidden]. Returns [T, hidden]."""
     h = h if norm is None else rms_norm(h, norm, eps)
     return x + h * multiplier

@@ -61,7 +61,7 @@ def receive_frame(connection: socket.socket, longest: int = LONGEST, deadline: f
     """deadline: of all of it (monotonic, s). Raises EOFError, OSError, or Invalid for a longer one."""
     (length,) = FRAME.unpack(_receive(connection, FRAME.size, deadline))
     if length > longest:
-        raise Invalid(f"no message of a group: {length} bytes")
+        raise Invalid(f"this is not a message of a group: {length} bytes")
     return _receive(connection, length, deadline)
 
 

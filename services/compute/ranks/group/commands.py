@@ -140,7 +140,7 @@ def decode(data: bytes) -> Any:
         number, values = msgpack.unpackb(data, use_list=False)
         return _form_of(COMMANDS[number]).build(values)
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise Invalid(f"no message of a group: {error}") from None
+        raise Invalid(f"this is not a message of a group: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class GroupEnd:
         if error is None or self._is_over:
             return self._end()
         self._watch.stop()
-        if self._watch.is_closing:  # a step that nobody waits for lost a rank that has ended
+        if self._watch.is_closing:  # rank 0 has closed the group: this step, which lost a rank, has no reader
             self._end()
             sys.exit(0)
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
@@ -129,7 +129,7 @@ class Group(GroupEnd):
                     peer.process.wait(max(0.0, deadline - time.monotonic()))
                 else:
                     peer.channel.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                    while peer.channel.receive():  # answers that nobody asked for, up to the end
+                    while peer.channel.receive():  # unexpected answers, up to the end of the connection
                         pass
         self._end()
 
@@ -168,7 +168,7 @@ class Member(GroupEnd):
         self._send(self._first, encode(message))
 
     def leave(self) -> None:
-        """This rank was told to stop: rank 0 stops as on SIGTERM, and closes the group."""
+        """This rank was asked to stop: rank 0 stops as on SIGTERM, and closes the group."""
         self._watch.leave()
 
 

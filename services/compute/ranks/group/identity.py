@@ -71,9 +71,9 @@ def hear_hello(connection: socket.socket, deadline: float) -> Hello:
     """deadline: of all of it (monotonic, s). Raises EOFError, OSError, or Invalid."""
     hello = Hello(*_receive(connection, 7, deadline))
     if not (isinstance(hello.rank, int) and hello.use in (COMMANDS, WATCH) and isinstance(hello.settings, dict)):
-        raise Invalid("no Hello of a group")
+        raise Invalid("this is not a Hello of a group")
     if not all(isinstance(each, str) for each in (hello.version, hello.protocol, hello.host, *hello.settings, *hello.settings.values())):
-        raise Invalid("no Hello of a group")
+        raise Invalid("this is not a Hello of a group")
     return hello
 
 
@@ -122,7 +122,7 @@ def _receive(connection: socket.socket, count: int, deadline: float | None) -> l
     try:
         values = msgpack.unpackb(receive_frame(connection, LONGEST_HELLO, deadline))
     except (ValueError, msgpack.UnpackException) as error:
-        raise Invalid(f"no member of a group: {error}") from None
+        raise Invalid(f"the peer is not a member of a group: {error}") from None
     if not isinstance(values, list) or values[:1] != [MAGIC] or len(values) != count + 1:
-        raise Invalid("no member of a group")
+        raise Invalid("the peer is not a member of a group")
     return values[1:]

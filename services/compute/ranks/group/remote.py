@@ -14,7 +14,7 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-HELLO_S = 2.0  # for whoever connects, to say who it is
+HELLO_S = 2.0  # for a process that connects, to say who it is
 RETRY_S = 0.3
 
 
@@ -68,7 +68,7 @@ def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joi
             raise Invalid(refusal)
         answer_hello(connection)
     except (EOFError, OSError, Invalid) as error:
-        log.warning("a connection is no rank of this group", reason=error)
+        log.warning("a connection is not from a rank of this group", reason=error)
         connection.close()
         return
     except StartupError:

@@ -89,7 +89,7 @@ class GroupWatch(threading.Thread):
             elif kind == "closes":
                 self.is_closing = True
             elif kind == "leaves":
-                log.info("a rank was told to stop, and so the group stops", rank=str(peer))
+                log.info("a rank was asked to stop, so the group stops", rank=str(peer))
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _check(self, now: float) -> None:
@@ -131,7 +131,7 @@ class GroupWatch(threading.Thread):
         self._exit(1)
 
     def leave(self) -> None:
-        """This rank was told to stop: so is rank 0, which ends the group when its work is handed
+        """This rank was asked to stop: so is rank 0, which ends the group when its work is handed
         on. If it does not, this process ends."""
         self._stops_at = time.monotonic() + STOP_TIMEOUT_S
         self.tell("leaves")
@@ -158,7 +158,7 @@ class GroupWatch(threading.Thread):
         with self._lock:
             if self._is_ended:
                 return
-            if self.is_closing:  # the main thread is in a step that nobody waits for
+            if self.is_closing:  # the main thread is in a step whose result is not read
                 self._exit(0)
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)

@@ -9,7 +9,7 @@ from shared.process.errors import StartupError
 # a checkpoint's regular expressions are bounded before they run: one such as ([a-z.]+)+! takes for ever
 # on a layer's name
 NAME = 64  # characters of a layer's name, about: so often an open repeat may be tried
-MOST_PATHS = 1 << 26  # of four open repeats and a choice beside them; the true number is far lower
+MOST_PATHS = 1 << 26  # of four open repeats and a choice; the true number is far lower
 
 
 def check_pattern(text: str) -> None:

@@ -46,7 +46,7 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """The tensors of one linear layer [n, k] in its file, of which `rows` are wanted."""
+    """The tensors of one linear layer [n, k] in its file. Only `rows` are read."""
 
     reader: Reader
     name: str  # ends in a dot
