@@ -7,6 +7,7 @@ from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
+from services.compute.models.library_errors import first_line
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import no_rope, read_rope
 from services.compute.models.sizes import check_sizes
@@ -87,8 +88,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
-        reason = str(error).partition("\n")[0][:200]
-        raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {first_line(error)}") from None
     share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if share != 1.0 and architecture != "Phi3ForCausalLM":
         raise StartupError(f"partial_rotary_factor {share} is not supported for {architecture}")

@@ -45,7 +45,7 @@ from services.compute.ranks.parallel.share import WHOLE, Portion, Share, check_s
 from services.compute.ranks.parallel.stage import PipelineStage
 from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
-from shared.process.errors import StartupError, Unready
+from shared.process.errors import StartupError, Unready, words_of
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings, split_place
 from shared.process.telemetry import get_logger
@@ -149,8 +149,7 @@ def connect(settings: ComputeSettings, device: torch.device, end: Group | Member
             refuse_shared_device(store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
         return meet_at(store, end.rank, settings.num_ranks, device, wait)
     except (OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise Unready(f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: {reason}") from None
+        raise Unready(f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: {words_of(error)}") from None
 
 
 def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:

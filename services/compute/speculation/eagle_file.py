@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig
+from services.compute.models.library_errors import first_line
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 
@@ -74,7 +75,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         held: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"{file}: it can't be read as plain tensors: {str(error).partition(chr(10))[0][:200]}") from None
+        raise StartupError(f"{file}: it can't be read as plain tensors: {first_line(error)}") from None
     if not isinstance(held, dict) or not all(isinstance(name, str) and isinstance(each, Tensor) for name, each in held.items()):
         raise StartupError(f"{file}: it holds other things than tensors by name")
     return held
