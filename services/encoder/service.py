@@ -78,7 +78,7 @@ class EncoderService:
             found = error
         except Exception as error:  # what the library's modules raise for the image's own shape
             found = Invalid(f"the image can't be encoded: {error}", status=500)
-        if isinstance(found, Invalid):  # for who asked: another may bring the image again
+        if isinstance(found, Invalid):  # only for this response: another may bring the image again
             place = embeddings_key(self.tower.fingerprint, image.key, response_id)
         self.stage.transport.run(lambda pipe: pipe.set(place, pack(found), ex=TTL_S))
         self.stage.load = Load(images_encoded=self.num_encoded, image_encoder_s=self.seconds)

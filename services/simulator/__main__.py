@@ -193,16 +193,16 @@ def simulate_replica(args: argparse.Namespace, requests: list[TraceRequest], mac
 def policies(args: argparse.Namespace) -> dict[str, Policy]:
     """The manifest's policy, with each choice of its triggers. Raises StartupError for what it has not."""
     policy = read_policy(args.autoscale)
-    least = policy.min_replicas if args.min_replicas is None else args.min_replicas
-    most = max(least, policy.max_replicas) if args.max_replicas is None else args.max_replicas
-    if least > most:
-        raise StartupError(f"--min-replicas {least}: must be at most --max-replicas, which is {most}")
+    minimum = policy.min_replicas if args.min_replicas is None else args.min_replicas
+    maximum = max(minimum, policy.max_replicas) if args.max_replicas is None else args.max_replicas
+    if minimum > maximum:
+        raise StartupError(f"--min-replicas {minimum}: must be at most --max-replicas, which is {maximum}")
     found = {}
     for names in args.triggers or ["+".join(each.metric for each in policy.triggers)]:
         triggers = tuple(each for each in policy.triggers if each.metric in names.split("+"))
         if {each.metric for each in triggers} != set(names.split("+")):
             raise StartupError(f"--triggers {names}: {args.autoscale} has {', '.join(each.metric for each in policy.triggers)}")
-        found[f"{least} to {most}, by {names}"] = replace(policy, triggers=triggers, min_replicas=least, max_replicas=most)
+        found[f"{minimum} to {maximum}, by {names}"] = replace(policy, triggers=triggers, min_replicas=minimum, max_replicas=maximum)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Fleet: replicas of one model at a shared stream, and who starts and ends them.
+"""Fleet: replicas of one model at a shared stream, and the policy that starts and ends them.
 
 An event queue: a step's end, a replica that has loaded, a decision of the autoscaler. A replica
 takes prompts between two steps as compute does (`Admitter.num_wanted`): for its free places, and a

@@ -84,17 +84,17 @@ class Autoscaler:
 
     def sync(self, now: float, figures: Mapping[str, float], current: int) -> int:
         """The autoscaler's part, where there is at least one."""
-        least, most = max(self.policy.min_replicas, 1), self.policy.max_replicas
+        minimum, maximum = max(self.policy.min_replicas, 1), self.policy.max_replicas
         if current == 0:
             return 0
-        if not least <= current <= most:
-            return min(max(current, least), most)
+        if not minimum <= current <= maximum:
+            return min(max(current, minimum), maximum)
         wanted = max(proposal(figures[each.metric], each.target, current) for each in self.policy.triggers)
         wanted = self._stabilize(now, wanted, current)
         if wanted > current:
-            wanted = max(current, min(wanted, most, self._most_up(now, current)))
+            wanted = max(current, min(wanted, maximum, self._most_up(now, current)))
         elif wanted < current:
-            wanted = min(current, max(wanted, least, self._least_down(now, current)))
+            wanted = min(current, max(wanted, minimum, self._least_down(now, current)))
         if wanted != current:
             self._changes.append((now, wanted - current))
         return wanted

@@ -56,8 +56,8 @@ class Liar:
 
     def guess(self, wanted: Wanted) -> list[int]:
         sequence = wanted.sequence
-        assert wanted.most > 0 and not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1
-        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][: self.rng.randrange(wanted.most + 4)]
+        assert wanted.max_drafts > 0 and not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1
+        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][: self.rng.randrange(wanted.max_drafts + 4)]
         if self.rng.random() < self.share_wrong:
             wrong = (-3, 10**6, 7, *sequence.request.eos_token_ids, self.rng.randrange(1000))
             guess.insert(self.rng.randrange(len(guess) + 1), self.rng.choice(wrong))
@@ -82,8 +82,8 @@ class All(DraftControl):
     def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
         return {handle: count for handle, (_, count) in offers.items()}
 
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:  # noqa: ARG002
-        return most
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int:  # noqa: ARG002
+        return max_drafts
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ class Int8Columns(Coded):
         return (self.codes.to(wide) * self.scales.to(wide)[:, None]).to(dtype)
 
 
-MOST_STEPS = 16  # so that step - 1 and the zero fill a byte
+MAX_STEPS = 16  # so that step - 1 and the zero fill a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Int4Columns(Coded):
     codes: Tensor  # [n, k] uint8, below 16
     scales: Tensor  # [n] float32
     zeros: Tensor  # [n, ceil(k / group)] int8, from 0 to 15
-    steps: Tensor  # the same, from 1 to MOST_STEPS
+    steps: Tensor  # the same, from 1 to MAX_STEPS
     group: int
 
     def __post_init__(self) -> None:

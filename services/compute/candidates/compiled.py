@@ -1,8 +1,8 @@
-"""Compiled grammars: one text is compiled once for all who bring it, and what is kept is bounded by
-bytes.
+"""Compiled grammars: one text is compiled once for all requests that have it, and the compiled ones
+are bounded by bytes.
 
-The library does not tell how much memory a grammar holds. It spends its processor time on making
-expressions and states, so the time bounds the bytes: BYTES_PER_S is the most that was measured.
+The library does not say how much memory a grammar holds. It spends its processor time on making
+expressions and states, so the time bounds the bytes: BYTES_PER_S is the largest rate measured.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ MAX_KEPT_BYTES = 128 << 20  # of all of these
 MAX_KEPT_EACH = 16 << 20  # a larger one is compiled again when it comes again
 MAX_RUNNING_BYTES = 512 << 20  # of those that run; beyond it only small ones begin
 SMALL_BYTES = 4 << 20
-TRIM_BYTES = 32 << 20  # given back to the allocator, until it is asked to give them to the system
+TRIM_BYTES = 32 << 20  # freed in the allocator, before it is asked to return memory to the system
 
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """A text, compiled."""
+    """A compiled constraint."""
 
     key: Constraint
     beginning: LLMatcher  # only ever copied, by the loop
@@ -41,7 +41,7 @@ class CompiledGrammar:
 
     @property
     def size_bytes(self) -> int:
-        """An upper estimate."""
+        """An upper bound, estimated from time and text."""
         return int(self.seconds * BYTES_PER_S) + len(self.key.text) * BYTES_PER_CHARACTER
 
 
@@ -80,14 +80,14 @@ class GrammarCache:
         return self._compiling[constraint]
 
     def begin(self, grammar: CompiledGrammar, running: Iterable[CompiledGrammar]) -> None:
-        """A sequence is to run it. Raises Invalid (503) where memory is short."""
+        """Register that a sequence runs it. Raises Invalid (503) if memory is short."""
         held = {id(each): each.size_bytes for each in running}
         if id(grammar) not in held and grammar.size_bytes > SMALL_BYTES and sum(held.values()) + grammar.size_bytes > MAX_RUNNING_BYTES:
             raise Invalid("the grammars of the requests that run have reached their memory limit: try again later", code="grammars_full", status=503)
         self.keep(grammar)
 
     def forget(self, constraint: Constraint) -> None:
-        """Nobody waits for it to be compiled any more."""
+        """No sequence waits for its compilation any more."""
         future = self._compiling.pop(constraint, None)
         if future is not None and not future.cancel() and future.done() and future.exception() is None:
             self.keep(future.result())

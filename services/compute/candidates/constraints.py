@@ -26,7 +26,7 @@ NUM_MASKERS = 2  # one goes on while the other is at a mask that takes long for 
 NUM_SLOW_MASKERS = 2
 NUM_REPLAYERS = 1
 SLOW_DRAFTS_S = 0.005  # of processor time, that a question about drafts may take
-REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
+REPLAY_SLICE_S = 0.05  # of processor time; sequences that need more take turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,9 @@ def draws_of(rows: CandidateRows, wanted: SearchRequest) -> Draws:
 
 
 def sort_kept(row: torch.Tensor, params: SamplingParams, total: float) -> tuple[SortedHead, tuple[int, float]]:
-    """As long a head of a row [vocab] as it takes to know `kept_of`, and that. total: the mass of
-    all tokens, where truncation depends on it. Raises ArithmeticError for a row that is not
-    finite."""
+    """Sort a head of a row [vocab] that is long enough for `kept_of`. Returns the head, and what is kept.
+    total: the mass of all tokens, where truncation depends on it. Raises ArithmeticError for a row that
+    is not finite."""
 
     def kept(head: SortedHead) -> tuple[int, float] | None:
         return kept_of(params, head.mass, head.values, total, is_whole=head.is_whole)

@@ -92,7 +92,7 @@ class ImageEncoding:
         return True
 
     def figures(self) -> dict[str, float]:
-        """For the registry, as Load has them."""
+        """Figures for the registry, by the names of Load's fields."""
         return {
             "images_encoded": self.num_encoded, "images_found": self.num_found, "image_encoder_s": self.seconds, "images_waiting": len(self.opening),
         }  # fmt: skip

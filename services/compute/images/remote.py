@@ -67,7 +67,7 @@ class RemoteEncoder:
         self._push([question])
 
     def drop(self, key: str) -> None:
-        """Nobody wants the image any more. Unknown keys are passed over."""
+        """No sequence needs the image any more. Unknown keys are ignored."""
         self._asked.pop(key, None)
         self.given_up.discard(key)
 

@@ -126,7 +126,7 @@ class Decoder:
         return of_heads * (1 if self.stage is None else self.stage.count)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """From now on what enters these layers of the whole model is kept, of each step; see Taps.
+        """Keep a copy of what enters these layers of the whole model, in each later step; see Taps.
         Ranks that don't speak with other stages keep nothing."""
         self.tapped_layers, own, stage = layers, layers, self.stage
         if stage is not None:

@@ -86,7 +86,7 @@ def is_encoder(config: dict[str, Any], folder: Path) -> bool:
         return False
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception:  # whatever config.json leads to: who loads the model says why
+    except Exception:  # any error that config.json leads to: the model's loader reports it
         return False
     return type(found) in AutoModelForMaskedLM._model_mapping and not found.is_encoder_decoder
 

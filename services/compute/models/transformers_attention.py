@@ -274,7 +274,7 @@ class PassingCache(Cache):  # type: ignore[misc]
         self.num_new = key_states.shape[2]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """With those of this pass once the layer has handed them over."""
+        """Includes the tokens of this pass once the layer has handed them over."""
         return self.length + (self.num_new if layer_idx in self.shapes else 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

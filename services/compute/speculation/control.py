@@ -138,7 +138,7 @@ class DraftControl:
                 self._fade(handle, kind)
         return chosen
 
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int:
         """How many drafts each of these sequences is to be asked for, where they take draft_s
         seconds for each place, all sequences together; 0: they do not pay."""
         time, kind = self.step_time, DraftKind(name, 0)
@@ -148,7 +148,7 @@ class DraftControl:
         chances = [self.chance(handle, kind) for handle in handles]
         tokens, seconds = float(num_decodes), alone_s + time.drafting_s
         best, best_rate = 0, MARGIN * num_decodes / alone_s
-        for length in range(1, most + 1):
+        for length in range(1, max_drafts + 1):
             tokens += sum(chance**length for chance in chances)
             seconds += len(handles) * time.per_token_s + draft_s
             if tokens / seconds > best_rate:

@@ -20,7 +20,7 @@ from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 
-LEAST_SHARED = 0.99  # of two vocabularies, for drafts of one to be worth the other's while
+MIN_SHARED = 0.99  # of two vocabularies, for drafts of one to be worth the other's while
 # what decides where and how a key or a value is stored
 SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_of_layer", "sliding_windows")
 
@@ -93,7 +93,7 @@ def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
     model."""
     ours, theirs = (Tokenizer.from_file(str(each.folder / "tokenizer.json")).get_vocab(with_added_tokens=True) for each in (files, found))
     num_same = sum(theirs.get(token) == token_id for token, token_id in ours.items())
-    if num_same < LEAST_SHARED * max(len(ours), len(theirs)):
+    if num_same < MIN_SHARED * max(len(ours), len(theirs)):
         raise StartupError(f"--draft-model {path}: its tokenizer does not fit that of {files.name}: {num_same} of {len(ours)} tokens are the same")
 
 

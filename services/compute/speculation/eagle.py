@@ -24,10 +24,10 @@ from services.compute.speculation.proposer import Drafts, Wanted
 
 # that a chain stands, as the head has it, below which no more is drafted: a place more costs the
 # head's run and a token of the step
-LEAST_CHANCE = 0.2
-MOST_UNREAD = 16  # places of a sequence that wait for drafts to be wanted; more are read at once
+MIN_CHANCE = 0.2
+MAX_UNREAD = 16  # places of a sequence that wait for drafts to be wanted; more are read at once
 # sequences whose states are kept: a chunk in flight may be of one that has just been forgotten
-MOST_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Draft:
     """A chain on its way."""
 
     sequence: Sequence
-    most: int  # tokens
+    max_drafts: int
     token_ids: list[int] = field(default_factory=list)
     chance: float = 1.0  # that all stand, as the head has it
     is_over: bool = False
@@ -69,11 +69,11 @@ class Draft:
     def add(self, token_id: int, chance: float) -> None:
         self.chance *= chance
         ends = token_id in self.sequence.request.end_token_ids
-        if ends or not self.chance >= LEAST_CHANCE:
+        if ends or not self.chance >= MIN_CHANCE:
             self.is_over = True
             return
         self.token_ids.append(token_id)
-        self.is_over = len(self.token_ids) == self.most
+        self.is_over = len(self.token_ids) == self.max_drafts
 
 
 class EagleProposer:
@@ -112,7 +112,7 @@ class EagleProposer:
             found = torch.split(self.executor.tapped_states(batch, hidden, places), [count for _, count in parts])
             for (row, _), states in zip(parts, found, strict=True):
                 self._hear(row, states)
-            many = [unread for row, _ in parts if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MOST_UNREAD]
+            many = [unread for row, _ in parts if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MAX_UNREAD]
             for at in range(0, len(many), AT_ONCE):
                 self._read(many[at : at + AT_ONCE])
 
@@ -138,7 +138,7 @@ class EagleProposer:
             unread = Unread(row.num_computed_tokens, row.block_table)
         unread.add(row, states.clone())
         self._unread[row.handle] = unread  # the last, now
-        if len(self._unread) > MOST_SEQUENCES:
+        if len(self._unread) > MAX_SEQUENCES:
             del self._unread[next(iter(self._unread))]
 
     def _read(self, some: list[Unread]) -> None:
@@ -150,7 +150,7 @@ class EagleProposer:
             each.drop(len(each.token_ids) - 1)
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
-        chains = [Draft(each.sequence, each.most) for each in wanted]
+        chains = [Draft(each.sequence, each.max_drafts) for each in wanted]
         unread = [self._unread[each.sequence.handle] for each in wanted]
         states = self.head.fuse(torch.cat([state for each in unread for state in each.states]))
         places = [

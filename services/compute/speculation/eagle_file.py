@@ -32,7 +32,7 @@ NAMES = re.compile(
     r"|self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.weight|lm_head\.weight|embed_tokens\.weight"
 )
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MOST_TAPS = 16
+MAX_TAPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def read_taps(folder: Path, config: Mapping[str, Any], num_layers: int) -> tuple
     """
     within = config.get("eagle_config")
     found: Any = config.get(LAYER_IDS) or (within.get(LAYER_IDS) if isinstance(within, dict) else None) or [2, num_layers // 2, num_layers - 3]
-    if not isinstance(found, list) or not 0 < len(found) <= MOST_TAPS or not all(type(each) is int for each in found):
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_TAPS or not all(type(each) is int for each in found):
         raise StartupError(f"--heads {folder}: {LAYER_IDS} is {str(found)[:80]}, not a list of layers")
     taps = tuple(each + (found[0] == 1) for each in found)
     if min(taps) < 0 or max(taps) > num_layers:

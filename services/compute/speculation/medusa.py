@@ -112,7 +112,7 @@ class MedusaProposer:
         self._states.pop(handle, None)
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
-        depth = min(len(self.heads), max(each.most for each in wanted))
+        depth = min(len(self.heads), max(each.max_drafts for each in wanted))
         states = torch.stack([self._states[each.sequence.handle].state for each in wanted])
         logits = self.heads.logits(states, depth)
         positions = [each.sequence.next_position + number for each in wanted for number in range(depth)]
@@ -121,7 +121,7 @@ class MedusaProposer:
         chances = guessed.chances.reshape(-1, depth).cumprod(1)
         lengths = (chances >= MIN_CHANCE).sum(1).tolist()
         found = zip(wanted, guessed.token_ids.reshape(-1, depth).tolist(), lengths, strict=True)
-        return {each.sequence.handle: Drafts(token_ids[: min(length, each.most)]) for each, token_ids, length in found if length}
+        return {each.sequence.handle: Drafts(token_ids[: min(length, each.max_drafts)]) for each, token_ids, length in found if length}
 
 
 @dataclass(frozen=True, slots=True)

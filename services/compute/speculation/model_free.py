@@ -42,7 +42,7 @@ class GrammarProposer:
         self.constraints = constraints
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        found = {handle: self.constraints.forced(each.sequence, each.most) for handle, each in wanted.items()}
+        found = {handle: self.constraints.forced(each.sequence, each.max_drafts) for handle, each in wanted.items()}
         return {handle: Drafts(token_ids) for handle, token_ids in found.items() if token_ids}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
@@ -72,7 +72,7 @@ class PredictionProposer:
         self._followed: dict[int, Followed] = {}  # by handle
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        found = {handle: self._expected(each.sequence, each.most) for handle, each in wanted.items() if each.sequence.request.prediction}
+        found = {handle: self._expected(each.sequence, each.max_drafts) for handle, each in wanted.items() if each.sequence.request.prediction}
         return {handle: Drafts(token_ids) for handle, token_ids in found.items() if token_ids}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
@@ -81,7 +81,7 @@ class PredictionProposer:
     def forget(self, handle: int) -> None:
         self._followed.pop(handle, None)
 
-    def _expected(self, sequence: Sequence, most: int) -> list[int]:
+    def _expected(self, sequence: Sequence, max_drafts: int) -> list[int]:
         if (followed := self._followed.get(sequence.handle)) is None:
             followed = self._followed[sequence.handle] = Followed(PredictionFollower(sequence.request.prediction), sequence.tokens.num_prompt)
         for token_id in sequence.tokens.ids[followed.num_followed : sequence.tokens.num_decided]:
@@ -90,7 +90,7 @@ class PredictionProposer:
         ahead = followed.follower.copy()
         for token_id in sequence.tokens.ids[sequence.tokens.num_decided :]:
             ahead.take(token_id)
-        return ahead.expected(most)
+        return ahead.expected(max_drafts)
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Own:
     index: NgramIndex = field(default_factory=lambda: NgramIndex(OWN_TOKENS))
     num_indexed: int = 0
 
-    def look_up(self, context: list[int], most: int) -> tuple[list[int], int]:
+    def look_up(self, context: list[int], max_drafts: int) -> tuple[list[int], int]:
         """The tokens that followed the context's last ones before, and how many of them stood there. Where
         that reaches the end, what follows is taken to go on as it does from there."""
         num_decided, token_ids = self.sequence.tokens.num_decided, self.sequence.tokens.ids
@@ -112,9 +112,9 @@ class Own:
         if not length:
             return [], 0
         first = place + 1 + num_decided - self.index.num_added
-        found = token_ids[first : first + most]
+        found = token_ids[first : first + max_drafts]
         period = len(found)
-        for at in range(period, most):
+        for at in range(period, max_drafts):
             found.append(found[at - period])
         return found, length
 
@@ -132,7 +132,7 @@ class Lookup:
         self._pools: OrderedDict[Owner, NgramIndex] = OrderedDict()  # the last used last
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        found = {handle: self._look_up(each.sequence, each.most) for handle, each in wanted.items()}
+        found = {handle: self._look_up(each.sequence, each.max_drafts) for handle, each in wanted.items()}
         return {handle: drafts for handle, drafts in found.items() if drafts is not None}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
@@ -153,15 +153,15 @@ class Lookup:
             self._pools.popitem(last=False)
         pool.add([*answer, NO_TOKEN])
 
-    def _look_up(self, sequence: Sequence, most: int) -> Drafts | None:
+    def _look_up(self, sequence: Sequence, max_drafts: int) -> Drafts | None:
         if (own := self._own.get(sequence.handle)) is None:
             own = self._own[sequence.handle] = Own(sequence)
         context = sequence.tokens.ids[-LONGEST:]
-        token_ids, length = own.look_up(context, most)
+        token_ids, length = own.look_up(context, max_drafts)
         grade = grade_of(length)
         if length < LONGEST and (pool := self._pools.get(owner(sequence))) is not None:
             place, its_length = pool.find(context)
-            if its_length > max(length, 1) and (of_pool := pool.read(place, most)):
+            if its_length > max(length, 1) and (of_pool := pool.read(place, max_drafts)):
                 token_ids, grade = of_pool, POOL_GRADES + grade_of(its_length)
         return Drafts(token_ids, grade) if token_ids else None
 

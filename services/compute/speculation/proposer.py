@@ -28,12 +28,12 @@ class Wanted:
     """A sequence for which drafts pay, and how many of them at most.
 
     All its tokens are known, none is PENDING, and all but the last are computed. Its block table has
-    slots for that one and for `most` tokens behind it: what a proposer writes there of a cache of the
+    slots for that one and for `max_drafts` tokens behind it: what a proposer writes there of a cache of the
     same shape, the step writes again. No copy of its blocks is outstanding.
     """
 
     sequence: Sequence
-    most: int  # tokens, at least 1
+    max_drafts: int  # at least 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Speculation: who is asked for drafts, which of them a step computes, and what became of them.
+"""Speculation: which proposers are asked for drafts, which drafts a step computes, and how many stood.
 
 See proposer.py for what drafts are, control.py for how many there are, and flight.py for which of
 them stand.
@@ -17,7 +17,7 @@ from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.control import DraftControl, DraftKind
 from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
 
-LONGEST_PAUSE = 32  # steps, on a device that draws, until those who had no drafts are asked again
+LONGEST_PAUSE = 32  # steps, on a device that draws, until proposers without drafts are asked again
 SMOOTH = 0.9  # weight of what a place of a model's drafts took before
 
 
@@ -26,7 +26,7 @@ class Chooser(Protocol):
 
     def chance(self, handle: int, kind: DraftKind) -> float: ...
     def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]: ...
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int: ...
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int: ...
     def learn(self, handle: int, kind: DraftKind, offered: int, stood: int) -> None: ...
     def timed(self, batch: ScheduledBatch, seconds: float) -> None: ...
     def forget(self, handle: int) -> None: ...
@@ -72,7 +72,7 @@ class Speculation:
     def draft(self, wanted: list[tuple[Sequence, int]], num_decodes: int) -> dict[int, list[int]]:
         """Drafts for the step that is being scheduled, by handle, for some."""
         self.offered, self._model_s = {}, 0.0
-        asked = {sequence.handle: Wanted(sequence, most) for sequence, most in wanted}
+        asked = {sequence.handle: Wanted(sequence, max_drafts) for sequence, max_drafts in wanted}
         best: dict[int, tuple[DraftKind, list[int]]] = {}
         for proposer in self.proposers:
             for handle, (kind, token_ids) in self._ask(proposer, asked, best, num_decodes).items():
@@ -109,7 +109,7 @@ class Speculation:
             self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
 
     def figures(self) -> dict[str, Any]:
-        """For the registry, as Load has them."""
+        """Figures for the registry, by the names of Load's fields."""
         if not self.proposers:
             return {}
         return {
@@ -132,10 +132,10 @@ class Speculation:
         if proposer.runs_model:
             # its cache has no holes, and no images
             asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.request.is_plain}
-            most = max((each.most for each in asked.values()), default=0)
-            paying = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
-            most = most if paying and proposer.stops_itself else paying
-            asked = {handle: Wanted(each.sequence, min(most, each.most)) for handle, each in asked.items()} if most else {}
+            max_drafts = max((each.max_drafts for each in asked.values()), default=0)
+            paying = self.control.best_length(proposer.name, list(asked), num_decodes, max_drafts, self.place_s.get(proposer.name, 0.0))
+            max_drafts = max_drafts if paying and proposer.stops_itself else paying
+            asked = {handle: Wanted(each.sequence, min(max_drafts, each.max_drafts)) for handle, each in asked.items()} if max_drafts else {}
         if not asked:
             return {}
         began = time.perf_counter()
@@ -150,7 +150,7 @@ class Speculation:
         sequence = wanted.sequence
         ends = sequence.request.end_token_ids
         count = next((at for at, each in enumerate(token_ids) if each in ends or not 0 <= each < self.vocab_size), len(token_ids))
-        return self.constraints.allowed(sequence, token_ids[: min(count, wanted.most)])
+        return self.constraints.allowed(sequence, token_ids[: min(count, wanted.max_drafts)])
 
     def _worth(self, handle: int, kind: DraftKind, token_ids: list[int]) -> float:
         """How many of the drafts are expected to stand."""

@@ -49,7 +49,7 @@ def find_scales(inputs: Tensor, weight: Tensor, form: LayerQuantization) -> Tens
     largest = weight.abs().amax(0)
     weight = weight[:: max(len(weight) // MEASURED_OUTPUTS, 1)]
     exact = inputs @ weight.T
-    best, least = torch.ones(weight.shape[1]), _error(inputs, weight, exact, form)
+    best, least_error = torch.ones(weight.shape[1]), _error(inputs, weight, exact, form)
     sizes = inputs.abs().amax(0) if form.kind == "w8a8" else inputs.abs().mean(0)
     for strength in STRENGTHS:
         scales = sizes.clamp(min=1e-5).pow(strength)
@@ -57,8 +57,8 @@ def find_scales(inputs: Tensor, weight: Tensor, form: LayerQuantization) -> Tens
             scales = scales / largest.clamp(min=1e-5).pow(1 - strength)
         scales = (scales / (scales.amax() * scales.amin()).sqrt()).clamp(1e-4, 1e4)
         error = _error(inputs / scales, weight * scales, exact, form)
-        if error < least:
-            best, least = scales, error
+        if error < least_error:
+            best, least_error = scales, error
     return best
 
 

@@ -18,7 +18,7 @@ FLOAT8_DEPTH = 128  # inputs that tensor cores may add up in fewer bits than flo
 VENDOR_UNIT = {torch.int8: 8, torch.float8_e4m3fn: 16}  # inputs and outputs come in multiples of it
 FINISHED_ROWS, FINISHED_COLUMNS = 4, 512  # of a program
 NARROW = 32  # columns of a tile of few rows
-LEAST_SPAN, MOST_PARTS = 512, 8
+MIN_SPAN, MAX_PARTS = 512, 8
 PROGRAMS = 8  # of a multiprocessor, to which the sums of groups are divided: each waits for its group's products
 SPAN_UNIT = 256  # a multiple of all tiles' depths
 
@@ -59,7 +59,7 @@ def divide(n: int, k: int, multiprocessors: int, *, has_groups: bool) -> SplitK 
     it has enough, or its inputs are few. It depends on nothing else: the parts decide bits. has_groups: of
     int8 or 4-bit codes, whose programs run PROGRAMS together."""
     num_tiles, num_programs = triton.cdiv(n, NARROW), multiprocessors * (PROGRAMS if has_groups else 1)
-    num_parts = min(num_programs // num_tiles, k // LEAST_SPAN, MOST_PARTS)
+    num_parts = min(num_programs // num_tiles, k // MIN_SPAN, MAX_PARTS)
     if num_parts < 2:
         return None
     return SplitK(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, num_programs // 2)

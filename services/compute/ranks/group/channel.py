@@ -38,7 +38,7 @@ class Channel:
         return True
 
     def receive(self, busy_s: float = 0.0) -> Any:
-        """Wait for the next message, awake for busy_s: who sleeps takes some tens of microseconds to
+        """Wait for the next message, awake for busy_s: a thread that sleeps takes some tens of microseconds to
         wake up. Raises EOFError where none will come, OSError, or Invalid."""
         await_awake(self.connection, busy_s)
         return decode(receive_frame(self.connection))

@@ -1,4 +1,4 @@
-"""A rank says who it is. The ranks of a group must agree in whatever decides what they compute.
+"""The identity of a rank. The ranks of a group must agree in whatever decides what they compute.
 
 The form of Hello and HelloReply stays the same in all versions: so that two versions can refuse each
 other in words.

@@ -14,7 +14,7 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-HELLO_S = 2.0  # for a process that connects, to say who it is
+HELLO_S = 2.0  # within which a process that connects says which rank it is
 RETRY_S = 0.3
 
 
@@ -63,7 +63,7 @@ def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joi
             answer_hello(connection, refusal)
             raise StartupError(refusal)
         if refusal := _refuse_place(hello, settings.num_ranks, joined, hellos):
-            # who has the place may go
+            # the process that has the place may leave
             answer_hello(connection, refusal, passes=0 < hello.rank < settings.num_ranks)
             raise Invalid(refusal)
         answer_hello(connection)
@@ -139,6 +139,6 @@ def _close(connections: list[socket.socket]) -> None:
 
 def prepare(connection: socket.socket) -> None:
     """Small messages go at once. The connection has no time limit of its own: a rank does not read
-    commands during a step, however long, and the watch sees who is cut off."""
+    commands during a step, however long, and the watch sees a rank that is cut off."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -142,7 +142,7 @@ class GroupWatch(threading.Thread):
         self.stop()
 
     def stop(self) -> None:
-        """From now on a peer may end. Safe to call twice."""
+        """Peers may end after this call. Safe to call twice."""
         with self._lock:
             if self._is_ended:
                 return

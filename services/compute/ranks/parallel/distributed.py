@@ -16,7 +16,7 @@ from torch import Tensor
 from services.compute.ranks.parallel.share import Share
 from shared.process.errors import StartupError
 
-MOST_SENT = 4  # tensors on their way to the next stage
+MAX_SENT = 4  # tensors on their way to the next stage
 LOOPBACK = "127.0.0.1"
 # of what ranks exchange once they have met: the group's own watch ends a process long before
 TIMEOUT = timedelta(hours=12)
@@ -129,7 +129,7 @@ class Pipe:
         held = x.clone()
         if held.numel():
             self._sent.append((dist.isend(as_bytes(held), self.ranks[stage], group=self.group), held))
-        while len(self._sent) > MOST_SENT:
+        while len(self._sent) > MAX_SENT:
             wait(self._sent.popleft()[0])
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> "Arriving":

@@ -5,7 +5,7 @@ Keys are walked over in blocks from position 0, in ranges of positions, whose re
 order. The ranges of a short row (a single token, perhaps with drafts) are divided among programs
 and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block
 that a query does not see changes nothing of its own, so it does not matter in which chunks a prompt
-came, or who else is in the step.
+came, or which other sequences are in the step.
 
 The first EQUAL ranges have RANGE positions. The next DOUBLING have twice as many, those behind them
 four times, and so on: a long context has few results to keep.
