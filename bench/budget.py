@@ -23,7 +23,7 @@ import torch
 from bench.model import Engine, load, read_bandwidth, stored_bytes
 from bench.model_folder import model_folder
 from services.compute.backends.cpu.build import find_compiler
-from services.compute.backends.cpu.linear import QUANTIZATIONS, Kind, NativeLinear
+from services.compute.backends.cpu.linear import QUANTIZATIONS, NativeLinear, WeightType
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
@@ -156,7 +156,7 @@ def floors(model: Decoder, case: Case, bandwidth: float, rates: dict[str, float]
     def of(linears: list[NativeLinear], rows: int) -> float:
         total = 0.0
         for each in linears:
-            rate = rates.get("bf16" if each.form.kind == Kind.BF16 else "int8", float("inf"))
+            rate = rates.get("bf16" if each.form.kind == WeightType.BF16 else "int8", float("inf"))
             total += max(stored_bytes(each) / bandwidth, 2 * rows * each.struct.n * each.struct.k / rate)
         return total
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.candidates.rows import CandidateRows, new_rows
 from services.compute.exchange.active import ActiveRequest, Attempts, Decision
 from services.compute.exchange.exchange import Exchange
 from services.compute.sequence import Request, Sequence, Tokens
@@ -87,21 +87,12 @@ class EmptyCompute:
             temperatures = np.array([each.request.params.temperature for each in sequences])
             seeds = np.array([each.request.params.seed for each in sequences], np.uint64)
             columns = decide(Draws(logits, token_ids, counts, np.zeros(count), temperatures, seeds, positions))
-        return CandidateRows(
-            handles=handles,
-            positions=positions,
-            previous_token_ids=np.array([each.tokens.ids[-1] if each.tokens.num_output else -1 for each in sequences], np.int32),
-            counts=counts,
-            token_ids=token_ids,
-            logits=logits,
-            logsumexp=np.zeros(count, np.float32),
-            num_kept=counts,
-            tail_mass=np.zeros(count),
-            tail_token_ids=np.full(count, -1, np.int32),
-            tail_logits=np.zeros(count, np.float32),
-            chosen=token_ids[np.arange(count), columns],
-            temperatures=np.full(count, REQUESTS_OWN, np.float32),
-        )
+        previous = [each.tokens.ids[-1] if each.tokens.num_output else -1 for each in sequences]
+        rows = new_rows(handles, positions, np.array(previous, np.int32))
+        rows.counts = rows.num_kept = counts
+        rows.token_ids, rows.logits = token_ids, logits
+        rows.chosen = token_ids[np.arange(count), columns]
+        return rows
 
     def receive(self, *, wait_s: float) -> None:
         received = self.exchange.receive(MAX_SEQS - len(self.active), wait_s=wait_s)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from bench.model_folder import model_folder
-from services.compute.backends.backend import Head, Linear, Product, RowSearch
+from services.compute.backends.backend import Linear, LogitsProduct, Product, RowSearch
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import QUANTIZATIONS, NativeLinear
 from services.compute.backends.gathered import own_of
@@ -87,7 +87,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = decoder.weights
-    linears: list[Product | Head] = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]
+    linears: list[Product | LogitsProduct] = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]
     own = [found for each in linears if (found := own_of(each)) is not None]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
     return Engine(scheduler, runner, engine.runner.row_search, num_parameters, sum(map(stored_bytes, own)))

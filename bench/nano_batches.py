@@ -27,7 +27,7 @@ from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.modeltools.make_model import SHAPES, Shape
 from services.simulator.hardware import BANDWIDTH_SHARE, FLOPS_SHARE, HARDWARE, Hardware
-from services.simulator.models import MODELS, ModelShape
+from services.simulator.models import MODELS, DecoderShape
 
 BLOCK_SIZE = 16
 
@@ -55,11 +55,11 @@ class Work:
         return max(self.num_bytes / bandwidth, self.operations / rate)
 
 
-def products(model: ModelShape, step: Step) -> Work:
+def products(model: DecoderShape, step: Step) -> Work:
     return Work(2.0 * model.num_parameters, 2.0 * model.num_parameters * (step.num_decodes + step.num_prompt_tokens))
 
 
-def attention(model: ModelShape, step: Step) -> Work:
+def attention(model: DecoderShape, step: Step) -> Work:
     """A prompt's token sees those before it, whose keys and values are read once for all of them."""
     prompt = step.num_prompt_tokens
     pairs = step.num_decodes * step.context + prompt * (prompt + 1) / 2
@@ -76,7 +76,7 @@ class Bound:
     cost: float  # if they don't: weights are read twice
 
 
-def bound(model: ModelShape, step: Step, bandwidth: float, rate: float) -> Bound:
+def bound(model: DecoderShape, step: Step, bandwidth: float, rate: float) -> Bound:
     """bandwidth in bytes/s, rate in operations/s: those that kernels reach."""
     multiply, attend = products(model, step), attention(model, step)
     twice = Work(2 * multiply.num_bytes, multiply.operations)

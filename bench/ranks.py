@@ -22,7 +22,7 @@ import psutil
 
 from bench.model import Engine, load_engine
 from bench.model_folder import model_folder
-from services.compute.ranks.group.launch import open_group
+from services.compute.ranks.group.ends import open_group
 from shared.model.files import open_model
 from shared.process.settings import ComputeSettings, environment_of
 

@@ -28,7 +28,7 @@ from services.compute.sequence.batch import ScheduledBatch
 from services.simulator.hardware import HARDWARE
 from services.simulator.models import MODELS
 from services.simulator.roofline import Roofline, Work, kv_tokens
-from services.simulator.simulator import Replay, percentiles, replay
+from services.simulator.simulator import ReplayResult, percentiles, replay
 from services.simulator.trace import TraceRequest, load_trace, with_rate
 from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ class Machine:
     max_num_seqs: int
     max_batched_tokens: int
 
-    def run(self, policy: Policy, requests: list[TraceRequest], *, prefix_caching: bool = False, **limits: float | None) -> Replay:
+    def run(self, policy: Policy, requests: list[TraceRequest], *, prefix_caching: bool = False, **limits: float | None) -> ReplayResult:
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
         options = {"max_num_seqs": self.max_num_seqs, "max_batched_tokens": self.max_batched_tokens, **limits}
         scheduler = policy.scheduler(blocks, make_admission(policy.admission, blocks), **options)  # type: ignore[arg-type]

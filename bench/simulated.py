@@ -29,10 +29,10 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence.batch import ScheduledBatch
 from services.simulator.hardware import PRECISIONS, Hardware
-from services.simulator.machine import Cost, Measured
+from services.simulator.machine import Cost, MeasuredCost
 from services.simulator.models import find_model
 from services.simulator.roofline import Roofline, Work
-from services.simulator.simulator import Replay, percentiles, replay
+from services.simulator.simulator import ReplayResult, percentiles, replay
 from services.simulator.trace import TraceRequest, load_trace
 from shared.model.files import open_model
 from shared.process.errors import StartupError
@@ -63,7 +63,7 @@ def step_of(engine: Engine) -> Callable[[ScheduledBatch, Scheduler], float]:
     return seconds
 
 
-def run(requests: list[TraceRequest], sizes: Sizes, step_seconds: Callable[[ScheduledBatch, Scheduler], float]) -> tuple[Replay, Scheduler]:
+def run(requests: list[TraceRequest], sizes: Sizes, step_seconds: Callable[[ScheduledBatch, Scheduler], float]) -> tuple[ReplayResult, Scheduler]:
     blocks = BlockManager(sizes.num_blocks, BLOCK_SIZE, prefix_caching=False)
     admission = make_admission("predicted", blocks)
     scheduler = Scheduler(blocks, admission, max_num_seqs=sizes.max_num_seqs, max_batched_tokens=sizes.max_batched_tokens)
@@ -74,7 +74,7 @@ def by(cost: Cost) -> Callable[[ScheduledBatch, Scheduler], float]:
     return lambda batch, _: cost.seconds(Work.of(batch))
 
 
-def figures(result: Replay) -> tuple[float, ...]:
+def figures(result: ReplayResult) -> tuple[float, ...]:
     tpot = percentiles(each.tpot * 1000 for each in result.timelines)
     return result.qps, percentiles(each.ttft for each in result.timelines)[0], tpot[0], tpot[2]
 
@@ -133,7 +133,7 @@ def compare(model: Path, quantization: str, requests: list[TraceRequest], sizes:
         for name, result in (
             ("measured", real),
             ("simulated, roofline", run(requests, sizes, by(roofline))[0]),
-            ("simulated, learned cost", run(requests, sizes, by(Measured(learned)))[0]),
+            ("simulated, learned cost", run(requests, sizes, by(MeasuredCost(learned)))[0]),
         ):
             rows.setdefault(name, []).append(figures(result))
     print(f"\n{'a step of':24}{'measured, ms':>14}{'roofline':>10}{'ratio':>8}")

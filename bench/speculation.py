@@ -39,8 +39,8 @@ from services.compute.loop.flight import collect, launch, rows_still_valid
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.speculation.chains import ChainProposer
-from services.compute.speculation.control import Control
-from services.compute.speculation.make import make_proposers
+from services.compute.speculation.control import DraftControl
+from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.speculation import Speculation, Tally
 from shared.model.constraint import Constraint
 from shared.model.files import ModelFiles
@@ -126,7 +126,7 @@ class Loop:
         self.chains = self._chains(options)
         self.loaded = self.engine.proposers if self.chains is None else [self.chains]
         self.names = tuple(options.speculate.split(","))
-        control = TakeAll() if options.take_all else Control(frozenset(each.name for each in self.loaded if each.stops_itself))
+        control = TakeAll() if options.take_all else DraftControl(frozenset(each.name for each in self.loaded if each.stops_itself))
         self.by_mode = {is_on: Speculation([], self.constraints, self.runner.vocab_size, control) for is_on in (True, False)}
         self.most = options.num_speculative_tokens
         self.eos_token_ids = files.eos_token_ids
@@ -175,7 +175,7 @@ class Loop:
     def step_s(self) -> float:
         """The seconds that a step of one sequence takes without drafts."""
         control = self.by_mode[True].control
-        assert isinstance(control, Control)
+        assert isinstance(control, DraftControl)
         return control.step_time.seconds(1)
 
     def _chains(self, options: argparse.Namespace) -> Recorder | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from services.compute.sequence.batch import ScheduledBatch
 from services.compute.speculation.chains import ChainProposer
-from services.compute.speculation.control import Control, Kind
+from services.compute.speculation.control import DraftControl, DraftKind
 from services.compute.speculation.margins import Margins
 from services.compute.speculation.proposer import Drafts, Wanted
 
@@ -48,14 +48,14 @@ class Recorder:
         path.write_text(json.dumps(self.seen))
 
 
-class TakeAll(Control):
+class TakeAll(DraftControl):
     """Takes what is offered, whatever it costs."""
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
         return {handle: count for handle, (_, count) in offers.items()}
 
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:  # noqa: ARG002
-        return most
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int:  # noqa: ARG002
+        return max_drafts
 
 
 class Unstopped(Margins):
@@ -78,7 +78,7 @@ class Imposer(Recorder):
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
         drawn = {handle: self.rng.choice(self.imposed[self.kind]) for handle in wanted}
-        found = self.inner.propose({handle: replace(each, most=min(each.most, drawn[handle][0])) for handle, each in wanted.items()})
+        found = self.inner.propose({handle: replace(each, max_drafts=min(each.max_drafts, drawn[handle][0])) for handle, each in wanted.items()})
         return {handle: Drafts(self._as_seen(wanted[handle], len(drafts.token_ids), drawn[handle][1])) for handle, drafts in found.items()}
 
     def _as_seen(self, wanted: Wanted, count: int, stood: int) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.candidates.rows import CandidateRows, new_rows
 from services.compute.exchange.active import ActiveRequest, Decision
 from services.compute.exchange.exchange import RESEND_EVERY_S
 from services.compute.exchange.undecided import Undecided
@@ -64,13 +64,10 @@ def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> Array:
 def rows_at(position: int, previous: Array) -> CandidateRows:
     """A greedy row for each sequence, computed on its log's last token."""
     count = len(previous)
-    zeros, ones = np.zeros(count, np.int32), np.ones(count, np.int32)
-    return CandidateRows(
-        handles=np.arange(count, dtype=np.int32), positions=ones * position, previous_token_ids=previous.astype(np.int32), counts=ones,
-        token_ids=np.full((count, 1), 300, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype(np.float32),
-        num_kept=ones, tail_mass=zeros.astype(np.float64), tail_token_ids=-ones, tail_logits=zeros.astype(np.float32), chosen=ones * 300,
-        temperatures=np.full(count, REQUESTS_OWN, np.float32),
-    )  # fmt: skip
+    rows = new_rows(np.arange(count, dtype=np.int32), np.full(count, position, np.int32), previous.astype(np.int32))
+    rows.token_ids[:] = 300
+    rows.chosen[:] = 300
+    return rows
 
 
 def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int, int]:

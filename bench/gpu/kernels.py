@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu.attention_checks import attention_checks
 from bench.gpu.check import EPS, Check, name_of, randn, relative_error
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.cuda.linear import Parts
+from services.compute.backends.cuda.linear import SplitK
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Int8Columns, OneForm
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
 from services.compute.backends.torch.reference import (
@@ -24,7 +24,7 @@ from services.compute.backends.torch.reference import (
 )
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
-from services.compute.candidates.edits import Kind, TokenEdits, edit_on_device, edit_on_host
+from services.compute.candidates.edits import EditKind, TokenEdits, edit_on_device, edit_on_host
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.candidates.row_mask import num_bytes
 from services.compute.candidates.rows import CandidateRows
@@ -130,7 +130,7 @@ def check_parts(backend: CudaBackend, form: str, case: LinearCase) -> Check:
     layer, there = backend.make_linear(moved(matrix, device), **gate), x.to(device)  # type: ignore[arg-type]
     found = {}
     for enough in (0, 1 << 20):
-        layer.parts = Parts(256, enough)
+        layer.parts = SplitK(256, enough)
         found[enough] = layer.logits(there)
     alone = [layer.logits(there[row : row + 1])[0] for row in (0, case.rows - 1)]
     is_same = torch.equal(found[0], found[1 << 20]) and torch.equal(found[0][[0, case.rows - 1]], torch.stack(alone))
@@ -180,8 +180,8 @@ def check_edits(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
     edits: dict[int, TokenEdits] = {}
     for row in range(0, rows, 2):
         tokens = rng.choice(vocab_size, vocab_size // 5, replace=False)
-        edits[row] = {kind: (tokens, rng.uniform(0.5, 2.0, len(tokens)).astype(np.float32)) for kind in Kind if kind != Kind.BANNED}
-        edits[row][Kind.BANNED] = tokens[:9], np.zeros(1, np.float32)
+        edits[row] = {kind: (tokens, rng.uniform(0.5, 2.0, len(tokens)).astype(np.float32)) for kind in EditKind if kind != EditKind.BANNED}
+        edits[row][EditKind.BANNED] = tokens[:9], np.zeros(1, np.float32)
     masked = np.arange(rows - 1, -1, -3)
     masks = [rng.integers(0, 256, num_bytes(vocab_size), np.uint8) for _ in masked]
     edit_on_host(on_host, edits)

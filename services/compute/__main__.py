@@ -2,8 +2,7 @@
 
 from contextlib import nullcontext
 
-from services.compute.ranks.group.ends import Group, Member
-from services.compute.ranks.group.launch import join_group, open_group, rank_of
+from services.compute.ranks.group.ends import Group, Member, join_group, open_group, rank_of
 from services.compute.ranks.parallel.share import check_stages
 from shared.model.files import ModelFiles, open_model
 from shared.process.host_memory import enough_memory

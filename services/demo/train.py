@@ -38,14 +38,14 @@ IGNORED = -100  # torch's cross entropy leaves these labels out
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Dialogue:
     """One answer and the questions that lead to it."""
 
     questions: list[str]
     answer: str
 
 
-def read_exchanges(path: Path) -> list[Exchange]:
+def read_exchanges(path: Path) -> list[Dialogue]:
     """The blocks of a conversations file: `Q:` lines, then one `A:` line."""
     exchanges, questions = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -53,14 +53,14 @@ def read_exchanges(path: Path) -> list[Exchange]:
         if kind == "Q":
             questions.append(text)
         elif kind == "A":
-            exchanges.append(Exchange(questions, text))
+            exchanges.append(Dialogue(questions, text))
             questions = []
         elif line and not line.startswith("#"):
             raise SystemExit(f"{path}:{number}: a line begins with 'Q: ', 'A: ' or '#': {line!r}")
     return exchanges
 
 
-def train_tokenizer(exchanges: list[Exchange]) -> PreTrainedTokenizerFast:
+def train_tokenizer(exchanges: list[Dialogue]) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of VOCAB_SIZE entries with the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,7 @@ def train_tokenizer(exchanges: list[Exchange]) -> PreTrainedTokenizerFast:
 
 
 def vary(question: str, rng: random.Random) -> str:
-    """The question as somebody else would type it."""
+    """The question in another spelling."""
     text = question
     if rng.random() < 0.25:
         text = rng.choice(["Please tell me: ", "Hi, ", "Hello! ", "I have a question. ", "So, ", "Please: ", "OK, "]) + text
@@ -94,7 +94,7 @@ def vary(question: str, rng: random.Random) -> str:
     return text
 
 
-def conversation(exchanges: list[Exchange], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int]]:
+def conversation(exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int]]:
     """Token ids and labels of a random conversation of one to three turns."""
     ids: list[int] = []
     labels: list[int] = []
@@ -113,7 +113,7 @@ def conversation(exchanges: list[Exchange], tokenizer: PreTrainedTokenizerFast, 
     return ids[:MAX_TOKENS], labels[:MAX_TOKENS]
 
 
-def make_batch(exchanges: list[Exchange], tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and labels [batch_size, longest], padded on the right."""
     rows = [conversation(exchanges, tokenizer, rng) for _ in range(batch_size)]
     longest = max(len(ids) for ids, _ in rows)
@@ -140,7 +140,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(model: LlamaForCausalLM, exchanges: list[Exchange], tokenizer: PreTrainedTokenizerFast, *, minutes: float, batch_size: int, seed: int) -> None:
+def train(model: LlamaForCausalLM, exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, *, minutes: float, batch_size: int, seed: int) -> None:
     """AdamW with a cosine schedule over the time given, so that a slower machine takes fewer steps, not longer."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
@@ -166,7 +166,7 @@ def train(model: LlamaForCausalLM, exchanges: list[Exchange], tokenizer: PreTrai
 
 
 @torch.inference_mode()
-def recall(model: LlamaForCausalLM, exchanges: list[Exchange], tokenizer: PreTrainedTokenizerFast) -> float:
+def recall(model: LlamaForCausalLM, exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast) -> float:
     """The share of questions, as written, that greedy decoding answers word for word."""
     right = total = 0
     for exchange in tqdm(exchanges, desc="checking", unit="answer"):

@@ -14,7 +14,7 @@ def main() -> None:
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name, weights=True)
     if files.vision is None or files.vision_folder is None:
-        raise StartupError(f"{files.name} sees no images: an encoder has nothing to do for it")
+        raise StartupError(f"{files.name} takes no images: it needs no encoder stage")
 
     # torch takes seconds to import: only now, so that a bad setting is told at once
     with enough_memory(files.name, "An encoder holds the part of a model that sees: give it more memory, or take a smaller model"):

@@ -21,7 +21,7 @@ from shared.wire.streams import embeddings_key, wanted_images_key
 
 log = get_logger("penstock.encoder")
 
-TTL_S = 60  # of embeddings that nobody has read, and of the reason why there are none
+TTL_S = 60  # of embeddings that were not read, and of the reason why there are none
 POLL_S = 0.01  # between two looks at an empty list
 IDLE_POLLS = 20  # after so many, the looks are POLL_S * IDLE_POLLS apart
 
@@ -78,7 +78,7 @@ class EncoderService:
             found = error
         except Exception as error:  # what the library's modules raise for the image's own shape
             found = Invalid(f"the image can't be encoded: {error}", status=500)
-        if isinstance(found, Invalid):  # for who asked: another may bring the image again
+        if isinstance(found, Invalid):  # only for this response: another may bring the image again
             place = embeddings_key(self.tower.fingerprint, image.key, response_id)
         self.stage.transport.run(lambda pipe: pipe.set(place, pack(found), ex=TTL_S))
         self.stage.load = Load(images_encoded=self.num_encoded, image_encoder_s=self.seconds)

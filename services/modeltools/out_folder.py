@@ -36,7 +36,7 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def write_model(out: Path, tensors: dict[str, torch.Tensor], write_config: Callable[[], None]) -> int:
-    """Write weights, and by `write_config` the files beside them, over older ones. Returns
+    """Write weights, and with `write_config` the other files, over older ones. Returns
     the bytes of the weights' file. Raises StartupError.
 
     The weights have their name last, and older ones go before config.json changes: there is never
@@ -47,7 +47,7 @@ def write_model(out: Path, tensors: dict[str, torch.Tensor], write_config: Calla
         save_file(tensors, aside, metadata={"format": "pt"})
         umask = os.umask(0o077)
         os.umask(umask)
-        # like its neighbours: safetensors keeps what it writes from everybody else
+        # like its neighbours: safetensors writes files that only their owner can read
         aside.chmod(0o666 & ~umask)
         for old in find_weights(out):
             old.unlink()

@@ -2,7 +2,7 @@
 is read.
 
 The packed form is the same for every instruction set. Embedding and norms stay as they are, but for
-the scales that calibration folds into norms; a tied LM head is stored beside the embedding.
+the scales that calibration folds into norms; a tied LM head is stored in addition to the embedding.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from services.compute.backends.backend import Head, Product
+from services.compute.backends.backend import LogitsProduct, Product
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.linear import NativeLinear
@@ -36,7 +36,7 @@ BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class QuantizationResult:
     """The size of a checkpoint before and after."""
 
     num_bytes: tuple[int, int]  # of its weights' files
@@ -44,11 +44,13 @@ class Result:
     perplexities: tuple[float, float] | None
 
 
-def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS, force: bool = False) -> Result:
+def quantize(
+    model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS, force: bool = False
+) -> QuantizationResult:
     """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`, with force in
     the stead of a model that is there. Raises StartupError.
 
-    calibration: a text's path, or default, of which so many tokens are used; None: weights are
+    calibration: a text's path, or default; so many of its tokens are used; None: weights are
     rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(model, weights=True)
@@ -74,7 +76,7 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
         weights, perplexities = load_weights(files.weights, config, backend, **asdict(packing)), None
     else:
         weights, perplexities = _calibrated(files, config, packing, windows, backend)
-    return Result((before, write_model(out, packed_tensors(config, weights), lambda: write_config(out, files, packing))), perplexities)
+    return QuantizationResult((before, write_model(out, packed_tensors(config, weights), lambda: write_config(out, files, packing))), perplexities)
 
 
 def _num_bytes(weights: Path) -> int:
@@ -111,7 +113,7 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
     """Every tensor of the packed checkpoint, by its name."""
     assert isinstance(weights.embedding, torch.Tensor)  # what is quantized was dense
     tensors = {EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
-    packed: dict[str, Product | Head] = {"lm_head.": weights.lm_head}
+    packed: dict[str, Product | LogitsProduct] = {"lm_head.": weights.lm_head}
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Head
+from services.compute.backends.backend import LogitsProduct
 from services.compute.loop.engine import Engine, build_engine, is_native_model
 from services.compute.models.decoder import Decoder
 from services.compute.speculation.medusa_file import MAX_HEADS, MAX_LAYERS
 from services.modeltools.heads.answers import Answers, Sampling, generate
 from services.modeltools.heads.prompts import encode_prompts, read_prompts
-from services.modeltools.heads.training import WINDOW, Heads, Recipe, accuracy, likeliest_tokens, train
+from services.modeltools.heads.training import WINDOW, Recipe, TrainableHeads, accuracy, likeliest_tokens, train
 from services.modeltools.out_folder import open_out_folder, write_model
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
@@ -31,7 +31,7 @@ UNIT_ROWS = 64  # of the LM head's inputs that it is asked about at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainingResult:
     """How well heads guess."""
 
     accuracies: list[float]  # by head: the share of its likeliest tokens that were the model's own
@@ -40,7 +40,7 @@ class Result:
 
 def train_heads(
     model: str, out: Path, sampling: Sampling, recipe: Recipe, *, prompts: str, vocabulary: int, num_threads: int = 0, force: bool = False
-) -> Result:
+) -> TrainingResult:
     """Train heads for `model` and write them to `out`, with force in the stead of what is there.
     Raises StartupError.
 
@@ -54,7 +54,7 @@ def train_heads(
         raise StartupError(f"{out}: heads need a folder of their own")
     settings = load_settings(ComputeSettings, [], model=model, device="cpu", num_threads=num_threads)
     if not is_native_model(settings, files):
-        raise StartupError(f"{files.name}: heads are trained for models that run on our own executor")
+        raise StartupError(f"{files.name}: heads are trained for models of the native implementation only")
     check_memory(sampling.num_tokens, files.hidden_size or 0)
     encoded = encode_prompts(texts, files)
     open_out_folder(out, force=force)
@@ -84,7 +84,7 @@ def check_memory(num_tokens: int, hidden_size: int) -> None:
         raise StartupError(f"--tokens {num_tokens}: the hidden states of so many take {size_text(wanted)}, and {size_text(free)} are free")
 
 
-def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, Answers], recipe: Recipe, vocabulary: int) -> Result:
+def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, Answers], recipe: Recipe, vocabulary: int) -> TrainingResult:
     """Train, measure and write heads. answers: to learn of, and held out."""
     decoder = engine.runner.model
     assert isinstance(decoder, Decoder)
@@ -93,18 +93,18 @@ def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, An
     lm_head = rows_of(decoder.weights.lm_head, decoder.config.hidden_size, token_ids) * decoder.config.logits_multiplier
     heads = train(answers[0], lm_head, recipe)
     write_model(out, tensors_of(heads, lm_head, token_ids), lambda: write_config(out, files, decoder.config.hidden_size, recipe, (vocab_size, len(token_ids))))
-    return Result(accuracy(heads, answers[1], lm_head, token_ids), len(answers[1].token_ids))
+    return TrainingResult(accuracy(heads, answers[1], lm_head, token_ids), len(answers[1].token_ids))
 
 
 @torch.inference_mode()
-def rows_of(lm_head: Head, hidden_size: int, token_ids: Tensor) -> Tensor:
+def rows_of(lm_head: LogitsProduct, hidden_size: int, token_ids: Tensor) -> Tensor:
     """The rows of an LM head in whatever form, [V, hidden] float32: what it makes of unit
     vectors."""
     units = torch.eye(hidden_size, dtype=torch.bfloat16)
     return torch.cat([lm_head.logits(some.contiguous())[:, token_ids] for some in torch.split(units, UNIT_ROWS)]).T.contiguous()
 
 
-def tensors_of(heads: Heads, lm_head: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+def tensors_of(heads: TrainableHeads, lm_head: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
     """Every tensor of the file, by its name."""
     tensors = {"lm_heads.0.weight": lm_head.bfloat16().contiguous(), "token_map": token_ids}
     for number, (weights, biases) in enumerate(zip(heads.weights, heads.biases, strict=True)):

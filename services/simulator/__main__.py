@@ -14,10 +14,10 @@ from services.simulator.hardware import HARDWARE, KV_BYTES, LINKS, PRECISIONS, L
 from services.simulator.machine import Machine, find_machine
 from services.simulator.models import MODELS, find_model
 from services.simulator.policy import Policy, read_policy
-from services.simulator.replica import Outcomes, Replica, SteadyScheduler, StepLimits
+from services.simulator.replica import Outcomes, ReplicaLimits, SimulatedReplica, SteadyScheduler
 from services.simulator.report import Limits, plot, table
-from services.simulator.roofline import Group, Work
-from services.simulator.simulator import PERCENTILES, Replay, check_lengths, percentiles, replay
+from services.simulator.roofline import CardGroup, Work
+from services.simulator.simulator import PERCENTILES, ReplayResult, check_lengths, percentiles, replay
 from services.simulator.table import TABLE_HARDWARE, TABLE_MODELS, TABLE_PRECISIONS, Case, lines_of, published_lines
 from services.simulator.trace import TraceRequest, load_trace, with_rate, with_speed
 from shared.process.arguments import Parser
@@ -137,7 +137,7 @@ def requests_of(args: argparse.Namespace) -> list[TraceRequest]:
 def machine_of(args: argparse.Namespace) -> Machine:
     """The replica's. Raises StartupError if the model or a request does not fit."""
     precision = replace(PRECISIONS[args.quantization], kv_bytes=KV_BYTES[args.kv_cache_dtype])
-    group = Group(args.tensor_parallel_size, args.pipeline_parallel_size, *links_of(args, args.hardware))
+    group = CardGroup(args.tensor_parallel_size, args.pipeline_parallel_size, *links_of(args, args.hardware))
     machine = find_machine(args.hardware, find_model(args.model), precision, group, args.price)
     if args.max_total_tokens > machine.kv_tokens // args.block_size * args.block_size:
         raise StartupError(f"--max-total-tokens {args.max_total_tokens}: the KV cache has room for {machine.kv_tokens} tokens")
@@ -151,9 +151,9 @@ def print_lines(lines: Iterator[str]) -> None:
             print(line, flush=True)
 
 
-def limits_of(args: argparse.Namespace) -> StepLimits:
+def limits_of(args: argparse.Namespace) -> ReplicaLimits:
     target_itl_s = args.target_itl_ms / 1000 if args.target_itl_ms is not None else None
-    return StepLimits(args.max_num_seqs, args.max_batched_tokens, args.block_size, args.admission, args.max_total_tokens, target_itl_s)
+    return ReplicaLimits(args.max_num_seqs, args.max_batched_tokens, args.block_size, args.admission, args.max_total_tokens, target_itl_s)
 
 
 def links_of(args: argparse.Namespace, hardware: str) -> tuple[Link, Link]:
@@ -173,7 +173,7 @@ def print_tables(args: argparse.Namespace, requests: list[TraceRequest]) -> None
         precisions = [(quantization, args.kv_cache_dtype) for quantization, _ in precisions]
     cases = []
     for name in [args.hardware] if args.hardware else TABLE_HARDWARE:
-        group = Group(1, 1, *links_of(args, name))
+        group = CardGroup(1, 1, *links_of(args, name))
         cases += [Case(name, *precision, group, HARDWARE[name].price if args.price is None else args.price) for precision in precisions]
     for model in [args.model] if args.model else TABLE_MODELS:
         print_lines(lines_of(model, find_model(model), cases, requests, limits_of(args)))
@@ -193,16 +193,16 @@ def simulate_replica(args: argparse.Namespace, requests: list[TraceRequest], mac
 def policies(args: argparse.Namespace) -> dict[str, Policy]:
     """The manifest's policy, with each choice of its triggers. Raises StartupError for what it has not."""
     policy = read_policy(args.autoscale)
-    least = policy.min_replicas if args.min_replicas is None else args.min_replicas
-    most = max(least, policy.max_replicas) if args.max_replicas is None else args.max_replicas
-    if least > most:
-        raise StartupError(f"--min-replicas {least}: above --max-replicas {most}")
+    minimum = policy.min_replicas if args.min_replicas is None else args.min_replicas
+    maximum = max(minimum, policy.max_replicas) if args.max_replicas is None else args.max_replicas
+    if minimum > maximum:
+        raise StartupError(f"--min-replicas {minimum}: must be at most --max-replicas, which is {maximum}")
     found = {}
     for names in args.triggers or ["+".join(each.metric for each in policy.triggers)]:
         triggers = tuple(each for each in policy.triggers if each.metric in names.split("+"))
         if {each.metric for each in triggers} != set(names.split("+")):
             raise StartupError(f"--triggers {names}: {args.autoscale} has {', '.join(each.metric for each in policy.triggers)}")
-        found[f"{least} to {most}, by {names}"] = replace(policy, triggers=triggers, min_replicas=least, max_replicas=most)
+        found[f"{minimum} to {maximum}, by {names}"] = replace(policy, triggers=triggers, min_replicas=minimum, max_replicas=maximum)
     return found
 
 
@@ -216,8 +216,8 @@ def simulate_fleets(args: argparse.Namespace, requests: list[TraceRequest], mach
 
     limits = limits_of(args)
 
-    def make_replica(outcomes: Outcomes) -> Replica:
-        return Replica(limits.scheduler(SteadyScheduler, machine.kv_tokens), machine.cost, outcomes, limits.max_total_tokens)
+    def make_replica(outcomes: Outcomes) -> SimulatedReplica:
+        return SimulatedReplica(limits.scheduler(SteadyScheduler, machine.kv_tokens), machine.cost, outcomes, limits.max_total_tokens)
 
     runs: dict[str, Run] = {}
     for name, (num_replicas, policy) in fleets.items():
@@ -228,7 +228,7 @@ def simulate_fleets(args: argparse.Namespace, requests: list[TraceRequest], mach
         print(f"\n{name}; a replica starts in {args.start_s:g} s\n{plot(runs[name])}")
 
 
-def describe(result: Replay, price: float) -> str:
+def describe(result: ReplayResult, price: float) -> str:
     """The figures as text. price: of the replica, for an hour."""
     output_tokens = sum(timeline.request.num_output_tokens for timeline in result.timelines)
     rows = {"TTFT, s": percentiles(each.ttft for each in result.timelines), "TPOT, ms": percentiles(each.tpot * 1000 for each in result.timelines)}

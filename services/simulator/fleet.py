@@ -1,4 +1,4 @@
-"""Fleet: replicas of one model at a shared stream, and who starts and ends them.
+"""Fleet: replicas of one model at a shared stream, and the policy that starts and ends them.
 
 An event queue: a step's end, a replica that has loaded, a decision of the autoscaler. A replica
 takes prompts between two steps as compute does (`Admitter.num_wanted`): for its free places, and a
@@ -16,7 +16,7 @@ from functools import partial
 from tqdm import tqdm
 
 from services.simulator.policy import SYNC_S, Autoscaler, Policy
-from services.simulator.replica import Outcomes, Replica
+from services.simulator.replica import Outcomes, SimulatedReplica
 from services.simulator.trace import TraceRequest
 from shared.process.errors import StartupError
 
@@ -27,11 +27,11 @@ Event = Callable[[float], None]
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class FleetReplica:
     """A replica, from its start to its end: s on the simulated clock."""
 
     started_at: float
-    replica: Replica | None = None  # None: it loads its model
+    replica: SimulatedReplica | None = None  # None: it loads its model
     ended_at: float | None = None
     on_step: Event | None = None  # its step has run
 
@@ -65,17 +65,19 @@ class Run:
 
 
 class Fleet:
-    def __init__(self, requests: list[TraceRequest], make_replica: Callable[[Outcomes], Replica], *, start_s: float, policy: Policy | None = None) -> None:
+    def __init__(
+        self, requests: list[TraceRequest], make_replica: Callable[[Outcomes], SimulatedReplica], *, start_s: float, policy: Policy | None = None
+    ) -> None:
         """start_s: from a replica's start until it takes prompts. The requests are in the order of their
         arrival."""
         self.run = Run(Outcomes(requests))
-        self.stream: deque[int] = deque()  # numbers of requests that nobody has taken
+        self.stream: deque[int] = deque()  # numbers of requests that no replica has taken
         self.released: deque[tuple[int, int]] = deque()  # numbers of requests, and their tokens: taken once, and free again
-        self.members: list[Member] = []  # those that have not ended, the oldest first
+        self.members: list[FleetReplica] = []  # those that have not ended, the oldest first
         self.start_s = start_s
         self.policy = policy
         self._make_replica = make_replica
-        self._idle: dict[Member, None] = {}  # the longest first
+        self._idle: dict[FleetReplica, None] = {}  # the longest first
         self._events: list[tuple[float, int, Event]] = []
         self._order = itertools.count()
         self._num_arrived = 0
@@ -116,23 +118,23 @@ class Fleet:
     def _at(self, when: float, event: Event) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
-    def _start(self, now: float) -> Member:
-        member = Member(now)
+    def _start(self, now: float) -> FleetReplica:
+        member = FleetReplica(now)
         self.members.append(member)
         return member
 
-    def _on_ready(self, member: Member, now: float) -> None:
+    def _on_ready(self, member: FleetReplica, now: float) -> None:
         if member.ended_at is None:
             member.replica = self._make_replica(self.run.outcomes)
             member.on_step = partial(self._on_step, member)
             self._go_on(member, now)
 
-    def _on_step(self, member: Member, now: float) -> None:
+    def _on_step(self, member: FleetReplica, now: float) -> None:
         if member.ended_at is None and member.replica is not None:
             member.replica.end_step(now)
             self._go_on(member, now)
 
-    def _go_on(self, member: Member, now: float) -> None:
+    def _go_on(self, member: FleetReplica, now: float) -> None:
         """The replica takes what it wants, and begins its next step."""
         assert member.replica is not None and member.on_step is not None
         if self.stream:
@@ -151,7 +153,7 @@ class Fleet:
             del self._idle[member]
             self._go_on(member, now)
 
-    def _num_wanted(self, member: Member, num_there: int) -> int:
+    def _num_wanted(self, member: FleetReplica, num_there: int) -> int:
         """How many of so many prompts the replica takes."""
         assert member.replica is not None
         num_places = member.replica.scheduler.max_num_seqs - member.num_active
@@ -159,7 +161,7 @@ class Fleet:
             return max(0, num_places)
         return max(0, num_places + (0 if self._num_places_elsewhere(member, 1) else BACKLOG))
 
-    def _num_places_elsewhere(self, member: Member, depth: int) -> int:
+    def _num_places_elsewhere(self, member: FleetReplica, depth: int) -> int:
         """How many sequences other replicas lack that are to have `depth` for each place."""
         others = [each.replica.scheduler for each in self.members if each.replica is not None and each is not member]
         return sum([max(0, depth * each.max_num_seqs - each.num_unfinished) for each in others])
@@ -204,7 +206,7 @@ class Fleet:
         while len(self.members) > num_replicas:
             self._end(max(self.members, key=lambda each: (each.replica is None, each.started_at)), now)
 
-    def _end(self, member: Member, now: float) -> None:
+    def _end(self, member: FleetReplica, now: float) -> None:
         """SIGTERM: what the replica has is released at once, with the tokens of its last step."""
         self.run.num_ended["loading" if member.replica is None else "busy" if member.num_active else "idle"] += 1
         released = member.replica.release() if member.replica is not None else []

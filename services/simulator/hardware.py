@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 # shares of the data sheets' figures that good kernels reach
 BANDWIDTH_SHARE, FLOPS_SHARE, LINK_SHARE = 0.8, 0.6, 0.8
-HOST_S = 1.5e-3  # a step costs this beside its bytes and operations
+HOST_S = 1.5e-3  # of a step, in addition to its bytes and operations
 # A step that is not recorded is launched kernel by kernel, while the card computes what was launched.
 LAUNCH_S = 10e-6  # of the host, in Python
 LAYER_LAUNCHES, GATHER_LAUNCHES = 9, 7  # of a layer, and of each gather: padding, the collective, putting parts side by side
@@ -13,7 +13,7 @@ LAYER_LAUNCHES, GATHER_LAUNCHES = 9, 7  # of a layer, and of each gather: paddin
 @dataclass(frozen=True, slots=True)
 class Link:
     """A way between cards. Each card receives `bandwidth` bytes/s while it sends as many. A gather of N
-    ranks takes base_s + (N - 1) hop_s beside its bytes, as in a ring."""
+    ranks takes base_s + (N - 1) hop_s in addition to its bytes, as in a ring."""
 
     bandwidth: float
     base_s: float

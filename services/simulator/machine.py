@@ -7,9 +7,9 @@ from typing import Protocol
 
 from services.compute.scheduling.step_cost import StepCost
 from services.simulator.hardware import HARDWARE, Precision
-from services.simulator.models import ModelShape
+from services.simulator.models import DecoderShape
 from services.simulator.reading import reason
-from services.simulator.roofline import Group, Roofline, Work, kv_tokens
+from services.simulator.roofline import CardGroup, Roofline, Work, kv_tokens
 from shared.process.errors import StartupError
 
 
@@ -20,7 +20,7 @@ class Cost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCost:
     """The cost that a scheduler learned from a server's steps."""
 
     step_cost: StepCost
@@ -36,7 +36,7 @@ class Machine:
     price: float  # $ an hour
 
 
-def find_machine(name: str, model: ModelShape, precision: Precision, group: Group, price: float | None) -> Machine:
+def find_machine(name: str, model: DecoderShape, precision: Precision, group: CardGroup, price: float | None) -> Machine:
     """A group of known cards, or a .json with the cost of measured steps. price: $ of a card for an
     hour; None: the one that is assumed. Raises StartupError."""
     if name in HARDWARE:
@@ -47,8 +47,8 @@ def find_machine(name: str, model: ModelShape, precision: Precision, group: Grou
         fields = json.loads(Path(name).read_text())
         fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]
         if fixed_s <= 0 or min(others) < 0:
-            raise ValueError("costs must not be negative, fixed_s not 0")
-        machine = Machine(Measured(StepCost(*costs)), int(fields["kv_tokens"]), 1.0 if price is None else price)
+            raise ValueError("its costs must be at least 0, and fixed_s above 0")
+        machine = Machine(MeasuredCost(StepCost(*costs)), int(fields["kv_tokens"]), 1.0 if price is None else price)
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"
         raise StartupError(f"{text} ({reason(error)})") from None

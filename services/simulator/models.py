@@ -11,7 +11,7 @@ from shared.process.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class DecoderShape:
     """A decoder's shape, from which a step's bytes and operations follow. Norms, biases and a
     mixture's router are too small to count."""
 
@@ -69,7 +69,7 @@ class Part:
     attention_weights: int  # of a layer
     mlp_weights: int  # of a layer; of a mixture, all its experts that are the rank's
     head_weights: int
-    embedding_weights: int  # beside the head's
+    embedding_weights: int  # without the head's
     num_heads: int  # of queries
     num_kv_heads: int
 
@@ -78,7 +78,7 @@ class Part:
         return self.num_layers * (self.attention_weights + self.mlp_weights) + self.head_weights + self.embedding_weights
 
 
-def part_of(model: ModelShape, share: Share, stage: Share) -> Part:
+def part_of(model: DecoderShape, share: Share, stage: Share) -> Part:
     """The part of a rank. share: its place among those that divide every layer; stage: among those that
     divide the layers."""
     heads = divide_heads(model.num_heads, model.num_kv_heads, share.size)[share.rank]
@@ -97,20 +97,20 @@ def part_of(model: ModelShape, share: Share, stage: Share) -> Part:
 
 # as in the config.json that their makers published
 MODELS = {
-    "llama-2-7b": ModelShape(32, 4096, 11_008, 32, 32, 128, 32_000),
-    "llama-2-13b": ModelShape(40, 5120, 13_824, 40, 40, 128, 32_000),
-    "llama-2-70b": ModelShape(80, 8192, 28_672, 64, 8, 128, 32_000),
-    "llama-3-8b": ModelShape(32, 4096, 14_336, 32, 8, 128, 128_256),
-    "llama-3-70b": ModelShape(80, 8192, 28_672, 64, 8, 128, 128_256),
-    "codellama-34b": ModelShape(48, 8192, 22_016, 64, 8, 128, 32_000),
-    "mixtral-8x7b": ModelShape(32, 4096, 14_336, 32, 8, 128, 32_000, num_experts=8, num_active=2),
-    "qwen2.5-0.5b": ModelShape(24, 896, 4864, 14, 2, 64, 151_936, is_tied=True),
-    "qwen2.5-7b": ModelShape(28, 3584, 18_944, 28, 4, 128, 152_064),
-    "smollm2-135m": ModelShape(30, 576, 1536, 9, 3, 64, 49_152, is_tied=True),
+    "llama-2-7b": DecoderShape(32, 4096, 11_008, 32, 32, 128, 32_000),
+    "llama-2-13b": DecoderShape(40, 5120, 13_824, 40, 40, 128, 32_000),
+    "llama-2-70b": DecoderShape(80, 8192, 28_672, 64, 8, 128, 32_000),
+    "llama-3-8b": DecoderShape(32, 4096, 14_336, 32, 8, 128, 128_256),
+    "llama-3-70b": DecoderShape(80, 8192, 28_672, 64, 8, 128, 128_256),
+    "codellama-34b": DecoderShape(48, 8192, 22_016, 64, 8, 128, 32_000),
+    "mixtral-8x7b": DecoderShape(32, 4096, 14_336, 32, 8, 128, 32_000, num_experts=8, num_active=2),
+    "qwen2.5-0.5b": DecoderShape(24, 896, 4864, 14, 2, 64, 151_936, is_tied=True),
+    "qwen2.5-7b": DecoderShape(28, 3584, 18_944, 28, 4, 128, 152_064),
+    "smollm2-135m": DecoderShape(30, 576, 1536, 9, 3, 64, 49_152, is_tied=True),
 }
 
 
-def find_model(name: str) -> ModelShape:
+def find_model(name: str) -> DecoderShape:
     """A known shape, or that of a checkpoint folder. Raises StartupError."""
     if name in MODELS:
         return MODELS[name]
@@ -118,7 +118,7 @@ def find_model(name: str) -> ModelShape:
         config = json.loads((Path(name) / "config.json").read_text())
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         num_experts = config.get("num_local_experts") or config.get("num_experts") or 1
-        return ModelShape(
+        return DecoderShape(
             num_layers=config["num_hidden_layers"],
             hidden_size=hidden,
             intermediate_size=config["intermediate_size"] if num_experts == 1 else config.get("moe_intermediate_size") or config["intermediate_size"],

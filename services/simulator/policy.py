@@ -84,17 +84,17 @@ class Autoscaler:
 
     def sync(self, now: float, figures: Mapping[str, float], current: int) -> int:
         """The autoscaler's part, where there is at least one."""
-        least, most = max(self.policy.min_replicas, 1), self.policy.max_replicas
+        minimum, maximum = max(self.policy.min_replicas, 1), self.policy.max_replicas
         if current == 0:
             return 0
-        if not least <= current <= most:
-            return min(max(current, least), most)
+        if not minimum <= current <= maximum:
+            return min(max(current, minimum), maximum)
         wanted = max(proposal(figures[each.metric], each.target, current) for each in self.policy.triggers)
         wanted = self._stabilize(now, wanted, current)
         if wanted > current:
-            wanted = max(current, min(wanted, most, self._most_up(now, current)))
+            wanted = max(current, min(wanted, maximum, self._most_up(now, current)))
         elif wanted < current:
-            wanted = min(current, max(wanted, least, self._least_down(now, current)))
+            wanted = min(current, max(wanted, minimum, self._least_down(now, current)))
         if wanted != current:
             self._changes.append((now, wanted - current))
         return wanted
@@ -164,15 +164,15 @@ def policy_of(spec: dict[str, Any]) -> Policy:
         if target <= 0:
             raise ValueError(f"{name} must be above 0, got {metadata[name]}")
         triggers.append(Trigger(METRICS[name], target, float(metadata.get("activationLagCount", 0)) if name == "lagCount" else 0.0))
-    least, most = int(spec.get("minReplicaCount", 0)), int(spec.get("maxReplicaCount", 100))
-    if not 0 <= least <= most or most == 0:
-        raise ValueError(f"minReplicaCount {least}, maxReplicaCount {most}")
+    minimum, maximum = int(spec.get("minReplicaCount", 0)), int(spec.get("maxReplicaCount", 100))
+    if not 0 <= minimum <= maximum or maximum == 0:
+        raise ValueError(f"minReplicaCount {minimum} must be from 0 to maxReplicaCount, and that above 0, got {maximum}")
     behavior = spec.get("advanced", {}).get("horizontalPodAutoscalerConfig", {}).get("behavior", {})
     polling_s, cooldown_s = float(spec.get("pollingInterval", 30)), float(spec.get("cooldownPeriod", 300))
     if polling_s <= 0 or cooldown_s < 0:
-        raise ValueError(f"pollingInterval {polling_s:g}, cooldownPeriod {cooldown_s:g}")
+        raise ValueError(f"pollingInterval must be above 0, got {polling_s:g}, and cooldownPeriod at least 0, got {cooldown_s:g}")
     up, down = (rules_of(behavior.get(name, {}), default) for name, default in (("scaleUp", UP), ("scaleDown", DOWN)))
-    return Policy(tuple(triggers), least, most, polling_s, cooldown_s, up, down)
+    return Policy(tuple(triggers), minimum, maximum, polling_s, cooldown_s, up, down)
 
 
 def rules_of(fields: dict[str, Any], default: Rules) -> Rules:
@@ -180,5 +180,5 @@ def rules_of(fields: dict[str, Any], default: Rules) -> Rules:
     limits = tuple(Limit(float(each["value"]), each["type"] == "Percent", float(each["periodSeconds"])) for each in fields.get("policies", []))
     select = str(fields.get("selectPolicy", "Max"))
     if select not in ("Max", "Min", "Disabled"):
-        raise ValueError(f"selectPolicy {select}")
+        raise ValueError(f"selectPolicy must be Max, Min or Disabled, got {select}")
     return Rules(float(fields.get("stabilizationWindowSeconds", default.window_s)), limits or default.limits, select)

@@ -1,4 +1,4 @@
-"""Errors in files that somebody brings, in words."""
+"""Errors in users' files, in words."""
 
 
 def reason(error: Exception) -> str:

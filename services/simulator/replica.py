@@ -1,4 +1,4 @@
-"""Replica: a Scheduler with a clock. While its sequences only decode, a step costs a few
+"""SimulatedReplica: a Scheduler with a clock. While its sequences only decode, a step costs a few
 additions."""
 
 from array import array
@@ -102,7 +102,7 @@ class SteadyScheduler(Scheduler):
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
+class ReplicaLimits:
     """Bounds on a replica's steps and sequences."""
 
     max_num_seqs: int
@@ -140,11 +140,11 @@ class Outcomes:
         self.num_preemptions = 0
 
 
-class Replica:
+class SimulatedReplica:
     """Alternate `begin_step` and `end_step`; between an end and a beginning, `add` what has come.
 
-    A sequence's tokens are zeros, a byte each: nobody reads them, for the prefix cache is off.
-    Steady steps, in which all that runs decodes and nobody begins or gives way, are only counted;
+    A sequence's tokens are zeros, a byte each: they are not read, for the prefix cache is off.
+    Steady steps, in which all that runs decodes and no sequence begins or is preempted, are only counted;
     the sequences catch up before the scheduler is asked again. The results are those of asking it
     at each step.
     """

@@ -66,8 +66,8 @@ def table(runs: dict[str, Run], limits: Limits, price: float) -> str:
 
 def plot(run: Run) -> str:
     """The replicas over time: # is ready, . loads."""
-    most = max((each.num_ready + each.num_loading for each in run.moments), default=0)
-    scale = min(1.0, WIDTH / max(1, most))
+    largest = max((each.num_ready + each.num_loading for each in run.moments), default=0)
+    scale = min(1.0, WIDTH / max(1, largest))
     lines = [f"{'time, s':>9}{'ready':>7}{'loading':>9}{'lag':>7}{'pending':>9}  replicas"]
     for each in run.moments[:: max(1, -(-len(run.moments) // NUM_ROWS))]:
         num_marks, num_ready = round((each.num_ready + each.num_loading) * scale), round(each.num_ready * scale)

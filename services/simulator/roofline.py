@@ -17,7 +17,7 @@ from services.compute.ranks.parallel.heads import divide_heads
 from services.compute.ranks.parallel.share import UNIT, Share
 from services.compute.sequence.batch import ScheduledBatch
 from services.simulator.hardware import GATHER_LAUNCHES, LAYER_LAUNCHES, LINKS, Hardware, Link, Precision
-from services.simulator.models import ModelShape, Part, part_of
+from services.simulator.models import DecoderShape, Part, part_of
 from shared.process.errors import StartupError
 
 USABLE_SHARE, ACTIVATIONS = 0.94, 2e9  # of a card's memory, and bytes that are neither weights nor KV
@@ -48,7 +48,7 @@ def pairs_of(num_tokens: int, num_context_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CardGroup:
     """The cards of a replica: `tensor` of them divide every layer, and `pipeline` times as many the
     layers."""
 
@@ -62,7 +62,7 @@ class Group:
         return self.tensor * self.pipeline
 
 
-BF16, ONE_CARD = Precision(), Group()
+BF16, ONE_CARD = Precision(), CardGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Rank:
     """Seconds of a rank, by what a step has to do."""
 
     host_s: float
-    launches_s: float  # the host's, beside the card's, of a step that is not recorded
+    launches_s: float  # the host's, in addition to the card's, of a step that is not recorded
     is_recordable: bool  # whether steps without chunks are
     latencies_s: float  # of gathers
     attention_weights_s: float  # reading them
@@ -100,7 +100,7 @@ class Rank:
 class Roofline:
     """Seconds of a model's steps. The rank that takes longest sets the pace of its stage."""
 
-    def __init__(self, model: ModelShape, hardware: Hardware, precision: Precision = BF16, group: Group = ONE_CARD) -> None:
+    def __init__(self, model: DecoderShape, hardware: Hardware, precision: Precision = BF16, group: CardGroup = ONE_CARD) -> None:
         self.group = group
         self.stages = [make_ranks(model, hardware, precision, group, number) for number in range(group.pipeline)]
         self.hidden_bytes = HIDDEN_BYTES * model.hidden_size
@@ -124,13 +124,13 @@ def longest(ranks: Sequence[Rank], work: Work) -> float:
     return max([rank.seconds(work) for rank in ranks])
 
 
-def make_ranks(model: ModelShape, hardware: Hardware, precision: Precision, group: Group, number: int) -> list[Rank]:
+def make_ranks(model: DecoderShape, hardware: Hardware, precision: Precision, group: CardGroup, number: int) -> list[Rank]:
     """The ranks of the stage of that number; of those that take as long as each other, one."""
     parts = [part_of(model, Share(rank, group.tensor), Share(number, group.pipeline)) for rank in range(group.tensor)]
     return list(dict.fromkeys(make_rank(model, hardware, precision, group, number, part) for part in parts))
 
 
-def make_rank(model: ModelShape, hardware: Hardware, precision: Precision, group: Group, number: int, part: Part) -> Rank:
+def make_rank(model: DecoderShape, hardware: Hardware, precision: Precision, group: CardGroup, number: int, part: Part) -> Rank:
     bandwidth, rate = hardware.bandwidth_share * hardware.bandwidth, hardware.flops_share * hardware.flops
     multiply_s = 2 / (hardware.flops_share * (hardware.int8_ops if precision.has_int8_products else hardware.flops))
     layers, active = part.num_layers, model.num_active / model.num_experts
@@ -154,7 +154,7 @@ def make_rank(model: ModelShape, hardware: Hardware, precision: Precision, group
     )
 
 
-def gathers(model: ModelShape, part: Part, group: Group, *, is_first: bool) -> tuple[int, float, float]:
+def gathers(model: DecoderShape, part: Part, group: CardGroup, *, is_first: bool) -> tuple[int, float, float]:
     """Their number, seconds for each token, and for each row of logits, which the first stage gathers."""
     ranks = Share(0, group.tensor)
     of_ranks = divide_heads(model.num_heads, model.num_kv_heads, group.tensor)
@@ -176,7 +176,7 @@ def received(ranks: Share, n: int, unit: int = UNIT) -> int:
     return n - min(len(part) for part in ranks.parts(n, unit))
 
 
-def kv_bytes_per_token(model: ModelShape, part: Part, precision: Precision) -> float:
+def kv_bytes_per_token(model: DecoderShape, part: Part, precision: Precision) -> float:
     return 2 * part.num_layers * part.num_kv_heads * model.head_dim * precision.kv_bytes
 
 
@@ -186,11 +186,11 @@ def weight_bytes(part: Part, precision: Precision) -> float:
     return layers * precision.weight_bytes + part.head_weights * precision.head_bytes + part.embedding_weights * 2.0
 
 
-def kv_tokens(model: ModelShape, hardware: Hardware, precision: Precision = BF16, group: Group = ONE_CARD) -> int:
-    """Tokens whose KV fits beside the weights on each card. Raises StartupError if there is no room, or a
+def kv_tokens(model: DecoderShape, hardware: Hardware, precision: Precision = BF16, group: CardGroup = ONE_CARD) -> int:
+    """Tokens whose KV fits on each card, in addition to the weights. Raises StartupError if there is no room, or a
     stage without a layer."""
     if group.pipeline > model.num_layers:
-        raise StartupError(f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers")
+        raise StartupError(f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers, and each stage needs one")
     fitting: list[int] = []
     for number in range(group.num_cards):
         part = part_of(model, Share(number % group.tensor, group.tensor), Share(number // group.tensor, group.pipeline))

@@ -20,7 +20,7 @@ VOCABULARY = 1000
 
 
 @dataclass(slots=True)
-class Timeline:
+class SimulatedRequest:
     """The outcome of one request; times in s on the simulated clock."""
 
     request: TraceRequest
@@ -37,10 +37,10 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Replay:
+class ReplayResult:
     """Results of a replay."""
 
-    timelines: list[Timeline]
+    timelines: list[SimulatedRequest]
     seconds: float = 0.0  # on the simulated clock, until the last token
     num_steps: int = 0
     num_sequence_steps: int = 0
@@ -73,7 +73,7 @@ def replay(
     *,
     max_total_tokens: int | None,
     progress: bool = False,
-) -> Replay:
+) -> ReplayResult:
     """Run all requests to their ends. step_seconds runs or estimates a step.
 
     max_total_tokens: what each request asks for, prompt and answer together; None: it knows its
@@ -82,7 +82,7 @@ def replay(
     if max_total_tokens is not None:
         check_lengths(requests, max_total_tokens)
     arrivals = sorted(requests, key=lambda request: request.arrived_at)
-    result = Replay([Timeline(request) for request in arrivals])
+    result = ReplayResult([SimulatedRequest(request) for request in arrivals])
     num_arrived = num_ended = 0
 
     def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
@@ -114,7 +114,7 @@ def replay(
     return result
 
 
-def record(result: Replay, sampled: list[Sequence], before: float, now: float) -> None:
+def record(result: ReplayResult, sampled: list[Sequence], before: float, now: float) -> None:
     """Each of the step's sequences gets a token, and its time is noted."""
     num_usual = 0
     for sequence in sampled:

@@ -10,10 +10,10 @@ from tqdm import tqdm
 from services.simulator.fleet import Fleet
 from services.simulator.hardware import HARDWARE, KV_BYTES, LINKS, PRECISIONS, Precision
 from services.simulator.machine import Cost
-from services.simulator.models import MODELS, ModelShape
-from services.simulator.replica import Outcomes, Replica, SteadyScheduler, StepLimits
+from services.simulator.models import MODELS, DecoderShape
+from services.simulator.replica import Outcomes, ReplicaLimits, SimulatedReplica, SteadyScheduler
 from services.simulator.report import latencies
-from services.simulator.roofline import Group, Roofline, Work, kv_tokens
+from services.simulator.roofline import CardGroup, Roofline, Work, kv_tokens
 from services.simulator.simulator import percentiles
 from services.simulator.trace import TraceRequest, with_rate
 from shared.process.errors import StartupError
@@ -33,7 +33,7 @@ class Case:
     hardware: str
     quantization: str
     kv_cache_dtype: str
-    group: Group
+    group: CardGroup
     price: float  # $ an hour, of a card
 
     @property
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableRow:
     case: Case
     kv_tokens: int
     output_tokens_s: float  # at full load, all requests there at once
@@ -64,17 +64,17 @@ class Line:
         return [*cells, f"{self.ttft_s * 1000:,.0f}", f"{self.tpot_s * 1000:.1f}", f"{self.million_tokens_price:.2f}"]
 
 
-def replay_alone(requests: list[TraceRequest], cost: Cost, num_tokens: int, limits: StepLimits) -> tuple[float, Outcomes]:
+def replay_alone(requests: list[TraceRequest], cost: Cost, num_tokens: int, limits: ReplicaLimits) -> tuple[float, Outcomes]:
     """Seconds until the last token on one replica whose KV cache has room for num_tokens."""
 
-    def make_replica(outcomes: Outcomes) -> Replica:
-        return Replica(limits.scheduler(SteadyScheduler, num_tokens), cost, outcomes, limits.max_total_tokens)
+    def make_replica(outcomes: Outcomes) -> SimulatedReplica:
+        return SimulatedReplica(limits.scheduler(SteadyScheduler, num_tokens), cost, outcomes, limits.max_total_tokens)
 
     run = Fleet(requests, make_replica, start_s=0.0).replay(1)
     return run.seconds, run.outcomes
 
 
-def simulate_line(model: ModelShape, case: Case, requests: list[TraceRequest], limits: StepLimits) -> Line | None:
+def simulate_line(model: DecoderShape, case: Case, requests: list[TraceRequest], limits: ReplicaLimits) -> TableRow | None:
     """None: the model does not fit, or a request that asks for as much as it may does not."""
     hardware = HARDWARE[case.hardware]
     try:
@@ -89,10 +89,10 @@ def simulate_line(model: ModelShape, case: Case, requests: list[TraceRequest], l
     _, outcomes = replay_alone(calm, cost, num_tokens, limits)
     ttft, tpot = latencies(outcomes)
     num_output_tokens = sum(each.num_output_tokens for each in requests)
-    return Line(case, num_tokens, num_output_tokens / seconds, len(requests) / seconds, percentiles(ttft)[0], percentiles(tpot)[0])
+    return TableRow(case, num_tokens, num_output_tokens / seconds, len(requests) / seconds, percentiles(ttft)[0], percentiles(tpot)[0])
 
 
-def best_group(model: ModelShape, case: Case, num_cards: int, requests: list[TraceRequest], limits: StepLimits) -> Group:
+def best_group(model: DecoderShape, case: Case, num_cards: int, requests: list[TraceRequest], limits: ReplicaLimits) -> CardGroup:
     """How to divide the model over so many cards: the most tokens/s in a usual step at full load."""
     count = len(requests)
     num_output = sum(each.num_output_tokens for each in requests) / count
@@ -100,7 +100,7 @@ def best_group(model: ModelShape, case: Case, num_cards: int, requests: list[Tra
     context = num_prompt + num_output / 2
     groups = [replace(case.group, tensor=num_cards // stages, pipeline=stages) for stages in NUM_CARDS if num_cards % stages == 0]
 
-    def tokens_s(group: Group) -> float:
+    def tokens_s(group: CardGroup) -> float:
         try:
             room = kv_tokens(model, HARDWARE[case.hardware], case.precision, group)
         except StartupError:
@@ -112,7 +112,7 @@ def best_group(model: ModelShape, case: Case, num_cards: int, requests: list[Tra
     return max(groups, key=tokens_s)
 
 
-def lines_of(name: str, model: ModelShape, cases: list[Case], requests: list[TraceRequest], limits: StepLimits) -> Iterator[str]:
+def lines_of(name: str, model: DecoderShape, cases: list[Case], requests: list[TraceRequest], limits: ReplicaLimits) -> Iterator[str]:
     """A table in Markdown, line by line, as they are found. What is being simulated is told on
     standard error: a bar on a terminal, else a line for each case."""
     yield f"### {name}"
@@ -168,10 +168,10 @@ def simulate_published(case: Published) -> float:
     """Output tokens/s by the simulator. The whole batch fits, for it was measured; and that engine, in
     C++, is taken to launch its kernels faster than the card computes."""
     hardware = replace(HARDWARE["a100-40g"], launch_s=0.0)
-    cost = Roofline(MODELS[case.model], hardware, Precision(kv_bytes=PUBLISHED_KV_BYTES), Group(case.tensor, link=LINKS[hardware.link]))
+    cost = Roofline(MODELS[case.model], hardware, Precision(kv_bytes=PUBLISHED_KV_BYTES), CardGroup(case.tensor, link=LINKS[hardware.link]))
     length = case.num_prompt_tokens + case.num_output_tokens
     requests = [TraceRequest(case.num_prompt_tokens, case.num_output_tokens)] * case.batch
-    limits = StepLimits(case.batch, case.batch * case.num_prompt_tokens, 16, "reserve", length)
+    limits = ReplicaLimits(case.batch, case.batch * case.num_prompt_tokens, 16, "reserve", length)
     seconds, _ = replay_alone(requests, cost, case.batch * (length + 16), limits)
     return case.batch * case.num_output_tokens / seconds
 

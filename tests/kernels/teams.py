@@ -20,7 +20,7 @@ from services.compute.models.architectures import read_config
 from services.compute.ranks.group.commands import RunHead, RunStep, decode, encode
 from services.compute.ranks.parallel.ranks import GROUP_BYTES
 from services.compute.ranks.parallel.share import Share
-from services.compute.ranks.place import Place, load_decoder, make_runner, run_model
+from services.compute.ranks.place import Placement, load_decoder, make_runner, run_model
 from shared.model.files import ModelFiles, text_config
 from tests.kernels.backends import CPU
 
@@ -44,9 +44,9 @@ class Team:
             backend = choose_backend(torch.bfloat16, CPU)
             tell = self.tell if rank == 0 else None
             if shard_weights:
-                place = Place(shards=dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), tell=tell)
+                place = Placement(shards=dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), tell=tell)
             else:
-                place = Place(ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES)), tell=tell)
+                place = Placement(ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES)), tell=tell)
             model = load_decoder(place, 0, location, config, backend, **packing)
             cache = KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, group=kv_group)
             return make_runner(place, 0, model, cache, backend.row_search)

@@ -20,11 +20,10 @@ from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
-from services.modeltools.calibration.calibrate import calibrate, observe
+from services.modeltools.calibration.calibrate import calibrate, find_scales, fold_into_norm, fold_into_up, observe
 from services.modeltools.calibration.perplexity import next_token_logs, perplexity
 from services.modeltools.calibration.rounding import objectives, round_four_bit
-from services.modeltools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
-from services.modeltools.calibration.simulation import Form, quantize_inputs, quantize_matrix
+from services.modeltools.calibration.simulation import LayerQuantization, quantize_inputs, quantize_matrix
 from services.modeltools.calibration.texts import default_text, read_windows, split
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL, open_model
@@ -82,8 +81,8 @@ def test_inputs_that_are_not_finite_are_an_error_and_few_or_none_are_not() -> No
         assert round_four_bit(weight, gram, "w4", 32).dequantize(torch.float32).sub(weight).abs().max() < 2
 
 
-@pytest.mark.parametrize("form", [Form("w8a8"), Form("w4"), Form("nf4", 32)])
-def test_scales_help_where_channels_are_large_and_stay_away_where_they_do_not(form: Form) -> None:
+@pytest.mark.parametrize("form", [LayerQuantization("w8a8"), LayerQuantization("w4"), LayerQuantization("nf4", 32)])
+def test_scales_help_where_channels_are_large_and_stay_away_where_they_do_not(form: LayerQuantization) -> None:
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(64, 192, generator=generator)
 

@@ -14,9 +14,9 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.torch.row_search import CHUNK, TorchRowSearch, largest_on_device
 from services.compute.candidates import reduction as reduction_module
 from services.compute.candidates.chain import NOT_FINITE
+from services.compute.candidates.draw import SortedHead
 from services.compute.candidates.reduction import reduce
 from services.compute.candidates.rows import CandidateRows
-from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Request, RowKey, Sequence, Tokens
 from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
@@ -222,7 +222,7 @@ def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch)
         for logits, sequence in ((make_logits(1.0)[None], bad), (nan, Sequence(Request(0, "r", SamplingParams()), Tokens([7, 8], 2)))):
             with pytest.raises(torch.AcceleratorError):
                 reduce(logits, [sequence], SEARCH)
-    for name in ("edits_of", "reduce_found"):
+    for name in ("edits_of", "fill"):
         with monkeypatch.context() as patch:
             patch.setattr(reduction_module, name, full)
             with pytest.raises(torch.OutOfMemoryError):

@@ -101,7 +101,7 @@ def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
     row[: min(banned, vocab - 1)] = -torch.inf
     assert params.chain is not None
-    dropped, temperature = truncate(row.numpy(), params, params.chain, 3)
+    dropped, temperature = truncate(row.numpy(), params, 3)
     expected, expected_temperature = left_by_definition(row, params, 3)
     assert sorted(expected) == np.flatnonzero(~dropped).tolist()
     assert temperature == pytest.approx(expected_temperature, rel=1e-5)
@@ -113,7 +113,7 @@ def test_equal_logits_are_as_many_as_the_definition_leaves(params: SamplingParam
     """Rounded to halves: which of two tokens that are equally far from the entropy goes first is nobody's definition, how likely those are that stay is."""
     row = (torch.randn(60, generator=torch.Generator().manual_seed(seed)) * 2).round() / 2
     assert params.chain is not None
-    dropped, _ = truncate(row.numpy(), params, params.chain, 3)
+    dropped, _ = truncate(row.numpy(), params, 3)
     expected, _ = left_by_definition(row, params, 3)
     if params.chain.typical_p == 1:
         assert sorted(expected) == np.flatnonzero(~dropped).tolist()

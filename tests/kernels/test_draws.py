@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from services.compute.backends.choose import choose_backend
-from services.compute.backends.cpu.row_search import NativeRowSearch
+from services.compute.backends.cpu.row_math import NativeRowSearch
 from shared.model.decision import Draws, decide
 from tests.close_draws import close_draws
 

@@ -195,7 +195,7 @@ def wanted(handle: int, token_ids: list[int], table: tuple[int, ...], most: int,
 @pytest.fixture
 def sure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains are not cut: a random head is never sure."""
-    monkeypatch.setattr(eagle, "LEAST_CHANCE", 0.0)
+    monkeypatch.setattr(eagle, "MIN_CHANCE", 0.0)
 
 
 TEXTS = [torch.randint(2, VOCAB, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (50, 30, 5)]
@@ -241,7 +241,7 @@ def test_chains_are_those_of_plain_torch(
     made.forget(1)
     made.forget(77)
     assert set(made._unread) == {2, 3}
-    monkeypatch.setattr(eagle, "MOST_SEQUENCES", 2)
+    monkeypatch.setattr(eagle, "MAX_SEQUENCES", 2)
     step(engine, made, [row(2, [*two, 7], 29, 30, TABLES[1], is_last=True), row(4, three, 0, 4, (50,))], {2: 1})
     assert set(made._unread) == {2, 4}, "the one that was heard of longest ago goes"
 

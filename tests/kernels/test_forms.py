@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.compute.backends.cpu.linear import NativeLinear, is_packable
-from services.compute.backends.matrix import BLOCK, MOST_STEPS, Dense, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
+from services.compute.backends.matrix import BLOCK, MAX_STEPS, Dense, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
 from services.compute.models.architectures import read_config
@@ -78,7 +78,7 @@ def held_by_column(n: int, k: int, group: int, generator: torch.Generator) -> In
     steps, zeros = (torch.randint(low, low + 16, groups, dtype=torch.int8, generator=generator) for low in (1, 0))
     most, middle = ((each.repeat_interleave(group, 1)[:, :k].int()) for each in (127 // steps, zeros))
     codes = torch.randint(0, 16, (n, k), generator=generator).clamp(middle - most, middle + most).to(torch.uint8)
-    return Int4Columns(codes, (0.01 + 0.01 * torch.rand(n, generator=generator)) / MOST_STEPS, zeros, steps, group)
+    return Int4Columns(codes, (0.01 + 0.01 * torch.rand(n, generator=generator)) / MAX_STEPS, zeros, steps, group)
 
 
 def held_in_steps(form: str, n: int, k: int, group: int, generator: torch.Generator) -> Grouped:

@@ -29,8 +29,7 @@ from services.compute.backends.cpu.linear import is_packable
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.architectures import read_config
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
-from services.compute.weights.gguf_rows import GgufRows
-from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.gguf_source import GgufRows, GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
 from shared.model.files import open_model
@@ -279,7 +278,7 @@ def test_biases_are_read_where_the_file_has_them_or_the_file_is_refused(biases: 
     left_out = [name for name, parameter in model.named_parameters() if name.endswith(".bias") and not bool(parameter.any())]
     path = Writer(model, tmp_path / "model.gguf", frozenset(left_out)).write(Kind.F32)
     if biases == "k":
-        with pytest.raises(StartupError, match="blk.0.attn_k.bias and 1 more are of no layer that is known here"):
+        with pytest.raises(StartupError, match="blk.0.attn_k.bias and 1 more belong to no layer that Penstock knows"):
             load(path)
     else:
         check_against(model, path, num_prompts=1)

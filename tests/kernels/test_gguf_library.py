@@ -154,5 +154,5 @@ def test_tensors_of_no_known_layer_are_refused(tmp_path: Path) -> None:
     """A StableLM whose queries have norms is another model."""
     writer = LibraryWriter(random_model(CONFIGS["stablelm"]), tmp_path / "model.gguf")
     writer.writer.add_tensor("blk.1.attn_q_norm.weight", torch.ones(16).numpy())
-    with pytest.raises(StartupError, match="blk.1.attn_q_norm.weight are of no layer that is known here"):
+    with pytest.raises(StartupError, match="blk.1.attn_q_norm.weight belong to no layer that Penstock knows"):
         run(writer.write(Kind.F32))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.compute.backends.matrix import MOST_STEPS
+from services.compute.backends.matrix import MAX_STEPS
 from services.compute.backends.torch.reference import quantize_int4
 from tests.examples import examples
 from tests.kernels.test_native import randn
@@ -17,7 +17,7 @@ def test_rounding_to_four_bits_by_column(n: int, k: int, group: int, scale: floa
     """Every number has its range, so that none overflows its byte, and no weight is far off."""
     weight = scale * randn(n, k, seed=seed).float()
     found = quantize_int4(weight, group)
-    assert found.codes.max() < 16 and found.zeros.min() >= 0 and found.zeros.max() < 16 and found.steps.min() >= 1 and found.steps.max() <= MOST_STEPS
+    assert found.codes.max() < 16 and found.zeros.min() >= 0 and found.zeros.max() < 16 and found.steps.min() >= 1 and found.steps.max() <= MAX_STEPS
     values = (found.codes.int() - found.zeros.repeat_interleave(group, 1)[:, :k]) * found.steps.repeat_interleave(group, 1)[:, :k]
     assert values.abs().max() <= 127 and torch.equal(values.to(torch.int8), found.widened().codes)
     error = (found.dequantize(torch.float32) - weight).abs()

@@ -10,8 +10,8 @@ from transformers import GptOssConfig, PreTrainedModel
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.matrix import Dense, Grouped
-from services.compute.backends.torch.experts import sigmoid
 from services.compute.backends.torch.reference import rms_norm
+from services.compute.backends.torch.row_math import sigmoid
 from services.compute.models.architectures import read_config
 from services.compute.models.moe import Expert, MoeMlp, SharedExpert
 from services.compute.weights.loader import load_weights

@@ -334,6 +334,6 @@ def test_a_stage_of_a_gguf_file_asks_for_no_other_layers(tmp_path: Path) -> None
     assert len(load_parts(path, config, backend, stage).layers) == 1
     without_norms = replace(config, has_pre_norms=False)
     for portion in (stage, replace(stage, share=Share(0, 2))):
-        with pytest.raises(StartupError, match=r"blk.0.attn_norm.weight and 1 more are of no layer that is known here"):
+        with pytest.raises(StartupError, match=r"blk.0.attn_norm.weight and 1 more belong to no layer that Penstock knows"):
             load_parts(path, without_norms, backend, portion)
     assert len(load_parts(path, without_norms, backend, replace(stage, share=Share(1, 2))).layers) == 1

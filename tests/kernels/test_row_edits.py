@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.candidates.dry import dry_penalties
-from services.compute.candidates.edits import Kind, TokenEdits, apply_edits, edit_on_device, edit_on_host, edits_of
+from services.compute.candidates.edits import EditKind, TokenEdits, apply_edits, edit_on_device, edit_on_host, edits_of
 from services.compute.sequence import Request, Sequence, Tokens
 from shared.model.sampling_params import DryParams, SamplingParams
 
@@ -90,7 +90,7 @@ AMOUNTS = st.floats(-2, 2, width=32)
 @st.composite
 def token_edits(draw: st.DrawFn) -> TokenEdits:
     edits: TokenEdits = {}
-    for kind in draw(st.sets(st.sampled_from(Kind))):
+    for kind in draw(st.sets(st.sampled_from(EditKind))):
         token_ids = np.array(draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, unique=True)), np.int64)
         amounts = draw(st.lists(AMOUNTS, min_size=1, max_size=1) | st.lists(AMOUNTS, min_size=len(token_ids), max_size=len(token_ids)))
         edits[kind] = token_ids, np.array(amounts, np.float32)

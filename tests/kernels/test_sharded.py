@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from services.compute.backends.cpu.library import open_context
-from services.compute.backends.cpu.moving import move_in, move_out
+from services.compute.backends.cpu.linear import move_in, move_out
 from services.compute.backends.matrix import Dense, Joined
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.models.config import Packed
-from services.compute.ranks.group.commands import Kept, decode, encode
+from services.compute.ranks.group.commands import KeptLayers, decode, encode
 from services.modeltools.quantize import quantize
 from shared.model.files import open_model
 from shared.process.errors import StartupError
@@ -61,7 +61,7 @@ def test_layers_of_several_forms_compute_where_their_bytes_have_moved(data: st.D
     layer = backend.make_linear(Joined(tuple(matrices)) if len(matrices) > 1 else matrices[0], bias, is_gated=is_gated)
     other = backend.make_linear(Dense(torch.randn(40, k).bfloat16()))
     outline, memory = move_out([other, None, layer, other])
-    [_, nothing, moved, _] = move_in(backend.context, decode(encode(Kept((outline,)))).layers[0], memory.clone())
+    [_, nothing, moved, _] = move_in(backend.context, decode(encode(KeptLayers((outline,)))).layers[0], memory.clone())
     assert nothing is None and moved is not None
     x = torch.randn(data.draw(st.integers(1, 20)), k).bfloat16()
     assert torch.equal(moved(x), layer(x))

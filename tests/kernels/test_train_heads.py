@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from services.compute.speculation.medusa_file import read_medusa
 from services.modeltools.heads.answers import Answers
 from services.modeltools.heads.prompts import read_prompts
-from services.modeltools.heads.training import WINDOW, Heads, Recipe, _step, accuracy, likeliest_tokens, train
+from services.modeltools.heads.training import WINDOW, Recipe, TrainableHeads, _step, accuracy, likeliest_tokens, train
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
@@ -26,7 +26,7 @@ def random_answers(count: int, hidden: int, vocab: int) -> Answers:
 def test_gradients_are_those_of_the_divergence_from_the_models_own_later_rows() -> None:
     """Against autograd through the definition. What differs is bfloat16's rounding of products."""
     answers, head = random_answers(120, 16, 40), torch.randn(40, 16).bfloat16()
-    heads = Heads(torch.randn(2, 2, 16, 16) * 0.2, torch.randn(2, 2, 16) * 0.2)
+    heads = TrainableHeads(torch.randn(2, 2, 16, 16) * 0.2, torch.randn(2, 2, 16) * 0.2)
     parameters = [heads.weights.requires_grad_(), heads.biases.requires_grad_()]
     begin = torch.tensor([0, 37, 61])
     losses = _step(heads, answers, head, begin)
@@ -51,7 +51,7 @@ def test_heads_learn_what_can_be_learnt() -> None:
     token_ids = torch.arange(4000) * 7 % vocab  # the token after each is a function of it
     answers = Answers((head[token_ids] + 0.1 * torch.randn(4000, hidden)).bfloat16(), token_ids, torch.arange(4000) // 400)
     known = likeliest_tokens(answers, vocab, vocab)
-    untrained = Heads(torch.zeros(2, 1, hidden, hidden), torch.zeros(2, 1, hidden))
+    untrained = TrainableHeads(torch.zeros(2, 1, hidden, hidden), torch.zeros(2, 1, hidden))
     trained = train(answers, head, Recipe(2, 1, 12, 1e-2, 0))
     assert accuracy(untrained, answers, head, known)[0] < 0.1
     assert min(accuracy(trained, answers, head, known)) > 0.9

@@ -11,9 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.loop.engine import build_engine
-from services.compute.models.transformers_attention import ANSWERS, ATTENTION, PassingCache, Unsupported, register
+from services.compute.models.transformers_attention import ANSWERS, ATTENTION, PassingCache, Unsupported, masked_attention, register
 from services.compute.models.transformers_model import TransformersModel, load_transformers_model
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError

@@ -13,8 +13,7 @@ import sys
 import time
 
 from services.compute.ranks.group.commands import Loaded, RunStep
-from services.compute.ranks.group.ends import Group, Member
-from services.compute.ranks.group.launch import join_group, open_group, rank_of
+from services.compute.ranks.group.ends import Group, Member, join_group, open_group, rank_of
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings, load_settings

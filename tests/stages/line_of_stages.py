@@ -228,7 +228,7 @@ def delay_masks(monkeypatch: pytest.MonkeyPatch, seconds: float, *, is_slow: boo
     """Nobody waits for a mask, and each takes so long; is_slow: all are filled before their rows run."""
     fill = matcher.Filling._fill
 
-    def slowly(filling: matcher.Filling, turn: matcher.Turn, rows: Any) -> int:
+    def slowly(filling: matcher.Filling, turn: matcher.MatcherPath, rows: Any) -> int:
         time.sleep(seconds)
         return fill(filling, turn, rows)
 

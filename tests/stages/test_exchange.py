@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.candidates.rows import CandidateRows, new_rows
 from services.compute.exchange import inbox as inbox_module
 from services.compute.exchange.active import ActiveRequest, Decision
 from services.compute.exchange.exchange import Exchange
@@ -33,14 +33,10 @@ PARAMS = SamplingParams(max_tokens=100, temperature=0.0)
 
 def rows_of(*keys: tuple[int, int]) -> CandidateRows:
     """One candidate for each (handle, position): the token 5."""
-    count = len(keys)
-    zeros, minus = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-    return CandidateRows(
-        handles=ids(*(handle for handle, _ in keys)), positions=ids(*(position for _, position in keys)), previous_token_ids=minus, counts=zeros + 1,
-        token_ids=np.full((count, 1), 5, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype("f4"), num_kept=zeros + 1,
-        tail_mass=zeros.astype("f8"), tail_token_ids=minus, tail_logits=zeros.astype("f4"), chosen=zeros + 5,
-        temperatures=np.full(count, REQUESTS_OWN, "f4"),
-    )  # fmt: skip
+    rows = new_rows(ids(*(handle for handle, _ in keys)), ids(*(position for _, position in keys)), np.full(len(keys), -1, np.int32))
+    rows.token_ids[:] = 5
+    rows.chosen[:] = 5
+    return rows
 
 
 def ask(undecided: Undecided, rows: CandidateRows, step: int) -> None:

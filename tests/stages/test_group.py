@@ -277,7 +277,7 @@ def test_a_rank_of_another_host_that_is_in_a_step_when_the_group_closes_ends_wit
 
 
 def told_to_stop(rank: Rank) -> bool:
-    return any("a rank was told to stop" in line for line in rank.lines())
+    return any("a rank was asked to stop" in line for line in rank.lines())
 
 
 @pytest.mark.more
@@ -374,7 +374,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_can_not_be_run_is_said(tmp_path: Path) -> None:
-    begin = "from services.compute.ranks.group.launch import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
+    begin = "from services.compute.ranks.group.ends import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
     for command, code, line in (
         ("['sh', '-c', 'exit 2']", 2, r"penstock: rank 1 of 2 \(pid \d+\) died while it started: exit code 2"),
         ("['sh', '-c', 'kill -9 $$']", 1, r"the group ends reason='rank 1 of 2 \(pid \d+\) died while it started: signal 9 \(SIGKILL\)'"),

@@ -27,7 +27,7 @@ from services.compute.ranks.group.peer import Peer
 from services.compute.ranks.group.remote import HELLO_S, connect_to_first, gather_ranks
 from services.compute.ranks.parallel.distributed import LOOPBACK, listen, refuse_shared_device
 from services.compute.ranks.parallel.stage import PipelineStage
-from services.compute.ranks.place import Place, connect
+from services.compute.ranks.place import Placement, connect
 from services.compute.weights.fingerprint import with_drafts
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError, Unready
@@ -200,7 +200,7 @@ def test_two_ranks_with_one_gpu_are_refused_in_one_line() -> None:
 
 def test_more_stages_than_layers_are_refused_in_one_line() -> None:
     config = read_config(open_model("demo").config, 64)
-    place = Place(stage=PipelineStage(0, config.num_layers + 1, None))
+    place = Placement(stage=PipelineStage(0, config.num_layers + 1, None))
     with pytest.raises(StartupError, match=rf"--pipeline-parallel-size {config.num_layers + 1}: the model has {config.num_layers} layers"):
         place.stage_of(config)
 

@@ -16,8 +16,8 @@ from services.compute.loop.engine import build_engine
 from services.compute.models.decoder import Decoder
 from services.compute.sequence.batch import BatchRow
 from services.compute.speculation.eagle import EagleProposer
-from services.compute.speculation.make import make_proposers
 from services.compute.speculation.medusa import MedusaProposer
+from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.proposer import Proposer
 from services.operator.cli import main
 from shared.process.errors import StartupError

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from services.compute.execution.executor import DrawnTokens
 from services.compute.execution.model_runner import ModelRunner
 from services.compute.loop.engine import Engine, build_engine
-from services.compute.ranks.group.launch import open_group
+from services.compute.ranks.group.ends import open_group
 from services.compute.sequence.batch import ScheduledBatch
 from services.operator.model_store import DEFAULT_MODEL
 from shared.model.files import PULLED_MODELS, ModelFiles, open_model

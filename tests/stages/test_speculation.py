@@ -12,12 +12,12 @@ from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.speculation.control import Control, Kind
-from services.compute.speculation.make import make_proposers
+from services.compute.speculation.control import DraftControl, DraftKind
+from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.proposer import Drafts, Proposer, Wanted
 from services.compute.speculation.speculation import Speculation
 from shared.model.constraint import Constraint
-from shared.wire.messages import Control as ControlMessage
+from shared.wire.messages import DraftControl as ControlMessage
 from shared.wire.messages import SchedulingParams, encode
 from shared.wire.streams import CONTROL, MESSAGE
 from shared.wire.token_log import parse_log
@@ -56,8 +56,8 @@ class Liar:
 
     def guess(self, wanted: Wanted) -> list[int]:
         sequence = wanted.sequence
-        assert wanted.most > 0 and not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1
-        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][: self.rng.randrange(wanted.most + 4)]
+        assert wanted.max_drafts > 0 and not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1
+        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][: self.rng.randrange(wanted.max_drafts + 4)]
         if self.rng.random() < self.share_wrong:
             wrong = (-3, 10**6, 7, *sequence.request.eos_token_ids, self.rng.randrange(1000))
             guess.insert(self.rng.randrange(len(guess) + 1), self.rng.choice(wrong))
@@ -76,14 +76,14 @@ class Liar:
         self.num_computed.pop(handle, None)
 
 
-class All(Control):
+class All(DraftControl):
     """Takes whatever is offered."""
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
         return {handle: count for handle, (_, count) in offers.items()}
 
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:  # noqa: ARG002
-        return most
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int:  # noqa: ARG002
+        return max_drafts
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.scheduling.step_cost import StepCost
 from services.operator.cli import main
 from services.simulator.fleet import Fleet, Run
-from services.simulator.machine import Measured
+from services.simulator.machine import MeasuredCost
 from services.simulator.policy import DOWN, SYNC_S, UP, Autoscaler, Limit, Policy, Trigger, proposal, read_policy
-from services.simulator.replica import CountedBlocks, Outcomes, Replica, SteadyScheduler
+from services.simulator.replica import CountedBlocks, Outcomes, SimulatedReplica, SteadyScheduler
 from services.simulator.report import Limits, figures
 from services.simulator.roofline import Work
 from services.simulator.simulator import replay
@@ -25,7 +25,7 @@ from services.simulator.trace import TraceRequest, load_trace, with_rate
 from shared.process.errors import StartupError
 
 MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/keda/scaled.yaml"
-COST = Measured(StepCost(0.005, 1e-5, 1e-7))
+COST = MeasuredCost(StepCost(0.005, 1e-5, 1e-7))
 LONGEST = 512  # tokens that each request asks for
 BOTH = Policy((Trigger("lag", 4), Trigger("pending", 8)), 1, 6)
 LAG = replace(BOTH, triggers=BOTH.triggers[:1])
@@ -47,10 +47,10 @@ class Size:
         limits = {"max_num_seqs": self.max_num_seqs, "max_batched_tokens": self.max_batched_tokens}
         return kind(blocks, make_admission(self.admission, blocks), target_itl_s=self.target_itl_s, **limits)  # type: ignore[arg-type]
 
-    def replica(self, outcomes: Outcomes) -> Replica:
+    def replica(self, outcomes: Outcomes) -> SimulatedReplica:
         scheduler = self.scheduler(SteadyScheduler)
         assert isinstance(scheduler, SteadyScheduler)
-        return Replica(scheduler, COST, outcomes, LONGEST)
+        return SimulatedReplica(scheduler, COST, outcomes, LONGEST)
 
 
 SMALL = Size()

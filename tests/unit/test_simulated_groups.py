@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from services.compute.models.config import ModelConfig
 from services.compute.ranks.parallel.share import Share
 from services.compute.ranks.parallel.stage import PipelineStage
-from services.compute.ranks.place import Place
+from services.compute.ranks.place import Placement
 from services.operator.cli import main
 from services.simulator.hardware import HARDWARE, LINKS, PRECISIONS, Link, Precision
-from services.simulator.models import MODELS, ModelShape, Part, part_of
-from services.simulator.replica import StepLimits
-from services.simulator.roofline import Group, Roofline, Work, kv_bytes_per_token, kv_tokens, longest, weight_bytes
+from services.simulator.models import MODELS, DecoderShape, Part, part_of
+from services.simulator.replica import ReplicaLimits
+from services.simulator.roofline import CardGroup, Roofline, Work, kv_bytes_per_token, kv_tokens, longest, weight_bytes
 from services.simulator.table import PUBLISHED, Case, simulate_line, simulate_published
 from services.simulator.trace import load_trace
 from shared.process.errors import StartupError
@@ -30,9 +30,9 @@ CONFIGURED = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermedia
 precisions = st.sampled_from(list(PRECISIONS.values()))
 
 
-def shape(kv_heads: int, queries: int, experts: int, active: int, sizes: tuple[int, int, int, int], is_tied: bool) -> ModelShape:
+def shape(kv_heads: int, queries: int, experts: int, active: int, sizes: tuple[int, int, int, int], is_tied: bool) -> DecoderShape:
     layers, hidden, intermediate, vocab = sizes
-    return ModelShape(layers, hidden, intermediate, kv_heads * queries, kv_heads, 64, vocab, is_tied, experts, min(active, experts))
+    return DecoderShape(layers, hidden, intermediate, kv_heads * queries, kv_heads, 64, vocab, is_tied, experts, min(active, experts))
 
 
 shapes = st.builds(
@@ -57,14 +57,14 @@ def works(draw: st.DrawFn) -> Work:
     return Work(rows + chunk, rows * context + chunk, pairs, rows + (chunk > 0))
 
 
-def parts(model: ModelShape, group: Group) -> list[Part]:
+def parts(model: DecoderShape, group: CardGroup) -> list[Part]:
     return [part_of(model, Share(rank, group.tensor), Share(stage, group.pipeline)) for stage in range(group.pipeline) for rank in range(group.tensor)]
 
 
 @given(models, sizes, sizes)
-def test_parts_add_up_to_the_model(model: ModelShape, tensor: int, pipeline: int) -> None:
+def test_parts_add_up_to_the_model(model: DecoderShape, tensor: int, pipeline: int) -> None:
     assume(pipeline <= model.num_layers)
-    found = parts(model, Group(tensor, pipeline))
+    found = parts(model, CardGroup(tensor, pipeline))
     twice = sum(each.num_layers * each.num_kv_heads for each in found) - model.num_layers * model.num_kv_heads  # on more than one rank
     assert twice >= 0
     assert sum(each.num_layers * each.num_heads for each in found) == model.num_layers * model.num_heads
@@ -79,9 +79,9 @@ def test_parts_add_up_to_the_model(model: ModelShape, tensor: int, pipeline: int
 
 
 @given(models, precisions, sizes, sizes)
-def test_memory_adds_up(model: ModelShape, precision: Precision, tensor: int, pipeline: int) -> None:
+def test_memory_adds_up(model: DecoderShape, precision: Precision, tensor: int, pipeline: int) -> None:
     """On each card weights and KV fit; and with one token more, not on all."""
-    group = Group(tensor, pipeline)
+    group = CardGroup(tensor, pipeline)
     try:
         tokens = kv_tokens(model, A100, precision, group)
     except StartupError:
@@ -95,16 +95,16 @@ def test_memory_adds_up(model: ModelShape, precision: Precision, tensor: int, pi
 
 
 @given(models, precisions, sizes, works())
-def test_no_rank_works_more_than_one_card_would(model: ModelShape, precision: Precision, tensor: int, work: Work) -> None:
+def test_no_rank_works_more_than_one_card_would(model: DecoderShape, precision: Precision, tensor: int, work: Work) -> None:
     """With links and launches that cost nothing, a rank more never makes a step longer."""
-    longer = Roofline(model, FAST_HOST, precision, Group(tensor, 1, FREE)).seconds(work)
-    shorter = Roofline(model, FAST_HOST, precision, Group(tensor + 1, 1, FREE)).seconds(work)
+    longer = Roofline(model, FAST_HOST, precision, CardGroup(tensor, 1, FREE)).seconds(work)
+    shorter = Roofline(model, FAST_HOST, precision, CardGroup(tensor + 1, 1, FREE)).seconds(work)
     assert shorter <= longer * (1 + 1e-9) <= Roofline(model, FAST_HOST, precision).seconds(work) * (1 + 2e-9)
 
 
 @given(models, sizes, sizes, links, works(), st.floats(1, 10))
-def test_a_slower_link_never_makes_a_step_shorter(model: ModelShape, tensor: int, pipeline: int, link: Link, work: Work, factor: float) -> None:
-    group = Group(tensor, pipeline, link, link)
+def test_a_slower_link_never_makes_a_step_shorter(model: DecoderShape, tensor: int, pipeline: int, link: Link, work: Work, factor: float) -> None:
+    group = CardGroup(tensor, pipeline, link, link)
     seconds = Roofline(model, A100, group=group).seconds(work)
     for slower in (
         replace(link, base_s=link.base_s * factor + 1e-6),
@@ -118,25 +118,25 @@ def test_a_slower_link_never_makes_a_step_shorter(model: ModelShape, tensor: int
 
 
 @given(models, sizes, sizes, links, works())
-def test_with_enough_sequences_the_busiest_stage_never_waits(model: ModelShape, tensor: int, pipeline: int, link: Link, work: Work) -> None:
+def test_with_enough_sequences_the_busiest_stage_never_waits(model: DecoderShape, tensor: int, pipeline: int, link: Link, work: Work) -> None:
     """Then only the way of hidden states may be added. One sequence goes through one stage after the other."""
-    cost = Roofline(model, A100, group=Group(tensor, pipeline, link, FREE))
+    cost = Roofline(model, A100, group=CardGroup(tensor, pipeline, link, FREE))
     enough, alone = replace(work, num_sequences=max(work.num_sequences, pipeline)), replace(work, num_sequences=1)
     busiest = pipeline * max(longest(ranks, enough.divided(pipeline)) for ranks in cost.stages)
     assert cost.seconds(enough) == pytest.approx(busiest)
     assert cost.seconds(alone) == pytest.approx(sum(longest(ranks, alone) for ranks in cost.stages))
-    slow = Roofline(model, A100, group=Group(tensor, pipeline, link, Link(1e9, 1e-4, 1e-4)))
+    slow = Roofline(model, A100, group=CardGroup(tensor, pipeline, link, Link(1e9, 1e-4, 1e-4)))
     assert busiest * (1 - 1e-9) <= slow.seconds(enough) <= busiest * (1 + 1e-9) + slow.passing_seconds(enough.divided(pipeline))
 
 
 @given(models, st.integers(2, 9))
-def test_stages_are_cut_as_the_engine_cuts_them(model: ModelShape, pipeline: int) -> None:
+def test_stages_are_cut_as_the_engine_cuts_them(model: DecoderShape, pipeline: int) -> None:
     """A mixture's experts are counted by those that one token goes through."""
     assume(pipeline <= model.num_layers)
     mixture = None if model.num_experts == 1 else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
     config = SimpleNamespace(**{name: getattr(model, name) for name in CONFIGURED}, moe=mixture)
     for number in range(pipeline):
-        stage = Place(stage=PipelineStage(number, pipeline, None)).stage_of(cast(ModelConfig, config))
+        stage = Placement(stage=PipelineStage(number, pipeline, None)).stage_of(cast(ModelConfig, config))
         assert stage is not None
         assert len(stage.layers[number]) == part_of(model, Share(), Share(number, pipeline)).num_layers >= 1
 
@@ -145,14 +145,14 @@ def test_the_first_stage_has_fewer_layers() -> None:
     """SmolLM2's head is worth 8 of its 30 layers, so the second stage has 19."""
     assert [part_of(MODELS["smollm2-135m"], Share(), Share(number, 2)).num_layers for number in range(2)] == [11, 19]
     with pytest.raises(StartupError, match="--pipeline-parallel-size 31: the model has 30 layers"):
-        kv_tokens(MODELS["smollm2-135m"], A100, group=Group(1, 31))
+        kv_tokens(MODELS["smollm2-135m"], A100, group=CardGroup(1, 31))
 
 
 def test_a_step_that_is_not_recorded_waits_for_its_launches() -> None:
     """Two cards with free links: their 32 layers have 9 launches each, and 4 gathers of 7."""
     model, work = MODELS["llama-3-8b"], Work(1, 100, 100, 1)
     launches_s = (32 * 9 + (32 * 4 + 2) * 7) * A100.launch_s
-    assert Roofline(model, A100, group=Group(2, 1, FREE)).seconds(work) == pytest.approx(A100.host_s + launches_s)
+    assert Roofline(model, A100, group=CardGroup(2, 1, FREE)).seconds(work) == pytest.approx(A100.host_s + launches_s)
     alone, chunk = Roofline(model, replace(A100, launch_s=1e-3)), Work(2, 100, 100, 1)
     assert alone.seconds(work) == Roofline(model, FAST_HOST).seconds(work)
     assert alone.seconds(chunk) == pytest.approx(A100.host_s + 32 * 9 * 1e-3)
@@ -161,9 +161,9 @@ def test_a_step_that_is_not_recorded_waits_for_its_launches() -> None:
 def test_a_group_by_hand() -> None:
     """SmolLM2's nine query heads over two ranks: the first has five of them, and both have the second of its three KV heads."""
     model, link = MODELS["smollm2-135m"], LINKS["nvlink3"]
-    first, last = parts(model, Group(2))
+    first, last = parts(model, CardGroup(2))
     assert (first.num_heads, first.num_kv_heads, last.num_heads, last.num_kv_heads) == (5, 2, 4, 2)
-    alone, both = Roofline(model, FAST_HOST, group=Group(2, 1, FREE)), Roofline(model, FAST_HOST, group=Group(2, 1, link))
+    alone, both = Roofline(model, FAST_HOST, group=CardGroup(2, 1, FREE)), Roofline(model, FAST_HOST, group=CardGroup(2, 1, link))
     columns = 30 * (5 * 64 + 288 + 768 + 288) + 576
     gathers_s = (30 * 4 + 2) * link.latency_s(2) + (100 * columns * 2 + 100 * 24_576 * 4) * link.byte_s
     work = Work(100, 100, 100, 100)
@@ -172,7 +172,7 @@ def test_a_group_by_hand() -> None:
 
 def test_one_sequence_gains_nothing_from_stages_and_many_do() -> None:
     model = MODELS["llama-3-8b"]
-    one, four = Roofline(model, A100), Roofline(model, A100, group=Group(1, 4, stage_link=FREE))
+    one, four = Roofline(model, A100), Roofline(model, A100, group=CardGroup(1, 4, stage_link=FREE))
     alone, crowd = Work(1, 500, 500, 1), Work(512, 512 * 3000, 512 * 3000, 512)
     assert four.seconds(alone) == pytest.approx(one.seconds(alone))
     assert 2 < one.seconds(crowd) / four.seconds(crowd) < 4
@@ -196,8 +196,8 @@ def rows_of(page: str, section: str) -> list[list[str]]:
 def test_the_page_says_what_the_simulator_says() -> None:
     """One line of a model, and the published batches of one: all of them would take minutes."""
     page = (ROOT / "docs/operate/hardware-tables.md").read_text()
-    limits = StepLimits(256, 2048, 16, "paged", 4096)
-    case = Case("h100-80g", "w8a8", "int8", Group(1, 1, LINKS["nvlink4"], LINKS["nvlink4"]), 3.0)
+    limits = ReplicaLimits(256, 2048, 16, "paged", 4096)
+    case = Case("h100-80g", "w8a8", "int8", CardGroup(1, 1, LINKS["nvlink4"], LINKS["nvlink4"]), 3.0)
     line = simulate_line(MODELS["llama-3-8b"], case, load_trace("synthetic", 1024), limits)
     assert line is not None and line.cells in rows_of(page, "### llama-3-8b")
     published = rows_of(page, "## Beside published figures")

@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
-from services.compute.speculation.control import MARGIN, Control, Kind, StepTime
-from services.compute.speculation.lookup import MAX_POOLS, POOL_GRADES, Lookup
+from services.compute.speculation.control import MARGIN, DraftControl, DraftKind, StepTime
+from services.compute.speculation.model_free import MAX_POOLS, POOL_GRADES, Lookup, PredictionProposer
 from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, NgramIndex
-from services.compute.speculation.prediction import PredictionProposer
 from services.compute.speculation.proposer import MAX_GRADE, Drafts, Wanted
 from shared.model.prediction import PredictionFollower
 from tests.examples import examples
 from tests.unit.sequences import make_sequence
 
-KIND = Kind("lookup", 0)
+KIND = DraftKind("lookup", 0)
 
 
 # --- n-grams
@@ -166,9 +165,9 @@ def test_no_token_of_a_prediction_counts_twice(prediction: list[int], answer: li
 # --- how many drafts pay
 
 
-def timed(seconds_of: dict[int, float]) -> Control:
+def timed(seconds_of: dict[int, float]) -> DraftControl:
     """Steps of so many tokens took so long."""
-    control = Control()
+    control = DraftControl()
     for _ in range(30):
         for count, seconds in seconds_of.items():
             control.timed(batch_of(1, count - 1), seconds)
@@ -196,7 +195,7 @@ def test_a_step_s_time_is_fitted_and_what_is_not_measured_is_expected() -> None:
 
 
 def test_nothing_is_drafted_before_a_step_was_timed() -> None:
-    assert Control().choose({1: (KIND, 9)}, 1) == {} and Control().best_length("draft", [1], 1, 9, 0.0) == 0
+    assert DraftControl().choose({1: (KIND, 9)}, 1) == {} and DraftControl().best_length("draft", [1], 1, 9, 0.0) == 0
 
 
 @pytest.mark.parametrize(("stood", "least", "most"), [(0, 0, 0), (4, 2, 8), (16, 12, 16)])
@@ -209,14 +208,14 @@ def test_the_length_follows_what_stands(stood: int, least: int, most: int) -> No
 
 def test_where_tokens_are_dear_only_sure_drafts_are_taken() -> None:
     """As at 64 streams."""
-    control = Control()
+    control = DraftControl()
     for _ in range(30):
         control.timed(batch_of(64, 0), 0.064)
         control.timed(batch_of(48, 16), 0.064)
     for _ in range(60):
         control.learn(1, KIND, 8, 6)
-        control.learn(2, Kind("grammar", 0), 8, 8)
-    chosen = control.choose({1: (KIND, 8), 2: (Kind("grammar", 0), 8)}, 64)
+        control.learn(2, DraftKind("grammar", 0), 8, 8)
+    chosen = control.choose({1: (KIND, 8), 2: (DraftKind("grammar", 0), 8)}, 64)
     assert chosen.get(1, 0) == 0
 
 
@@ -247,13 +246,13 @@ def test_what_fails_is_given_up_and_tried_again_later() -> None:
 @examples(50)
 def test_what_is_chosen_pays(chances: list[float], per_token: float, seed: int) -> None:
     rng = random.Random(seed)
-    control = Control()
+    control = DraftControl()
     for _ in range(20):
         count = rng.randrange(1, 40)
         control.timed(batch_of(1, count - 1), 0.005 + per_token * count)
     offers = {}
     for handle, chance in enumerate(chances):
-        offers[handle] = Kind(str(handle), 0), rng.randrange(1, 17)
+        offers[handle] = DraftKind(str(handle), 0), rng.randrange(1, 17)
         for _ in range(40):
             control.learn(handle, offers[handle][0], 1, int(rng.random() < chance))
     chances_now = {handle: control.chance(handle, kind) for handle, (kind, _) in offers.items()}
@@ -269,7 +268,7 @@ def test_what_is_chosen_pays(chances: list[float], per_token: float, seed: int) 
 def test_a_model_s_drafts_are_asked_for_where_their_own_time_pays() -> None:
     control = timed({1: 0.0132, 5: 0.0160})
     for _ in range(60):
-        control.learn(1, Kind("self", 0), 4, 4)
+        control.learn(1, DraftKind("self", 0), 4, 4)
     assert control.best_length("self", [1], 1, 8, 0.0044) >= 3
     assert control.best_length("self", [1], 1, 8, 0.0130) == 0
 
@@ -277,11 +276,11 @@ def test_a_model_s_drafts_are_asked_for_where_their_own_time_pays() -> None:
 def test_a_model_that_is_sure_is_tried_where_half_a_chance_would_not_pay() -> None:
     """Its worth is measured then."""
     found = []
-    for control in (Control(), Control(frozenset({"self"}))):
+    for control in (DraftControl(), DraftControl(frozenset({"self"}))):
         for num_tokens in (1, 2, 1, 3):
             control.step_time.observe(num_tokens, 0.1 + 0.005 * (num_tokens - 1), has_drafts=False)
         found.append(control.best_length("self", [1], 1, 4, 0.045))
     assert found[0] == 0 < found[1]
     for _ in range(20):
-        control.learn(1, Kind("self", 0), 1, 0)
+        control.learn(1, DraftKind("self", 0), 1, 0)
     assert control.best_length("self", [1], 1, 4, 0.045) == 0

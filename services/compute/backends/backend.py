@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,21 +33,21 @@ QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
 
 class Product(Protocol):
-    """The product with a layer's matrix, be it here or over several ranks."""
+    """The product with a layer's matrix, on this rank or over several."""
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
         ...
 
 
-class Head(Protocol):
+class LogitsProduct(Protocol):
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
         """The product in float32, of the last layer or a router. out: columns of a matrix, to which it
         is written; else the result is good until the next call."""
         ...
 
 
-class Linear(Product, Head, Protocol):
+class Linear(Product, LogitsProduct, Protocol):
     """A matrix that is here."""
 
 
@@ -147,8 +148,8 @@ class Wiring:
 class Stack(Protocol):
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any, taps: Taps | None = None) -> Tensor:
         """Run all layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
-        returned. plan: attention's, of this step; taps: who gets a copy on the way, the same in all
-        calls."""
+        returned. plan: attention's, of this step; taps: receive copies of hidden states between layers,
+        the same in all calls."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
@@ -190,14 +191,6 @@ class RowMath(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MassRequest:
-    """Rows of which the sum of exp((logit - the largest) / temperature) is wanted."""
-
-    rows: Array  # [n] int64, rising
-    temperatures: Array  # [n] float32
-
-
-@dataclass(frozen=True, slots=True)
 class SearchRequest:
     """The values wanted of rows of logits [R, vocab], which are edited already, and the rest of
     what decides the draw from each."""
@@ -206,19 +199,24 @@ class SearchRequest:
     seeds: Array  # [R] uint64
     positions: Array  # [R] int32: in the token log, of the tokens to be decided
     num_listed: Array  # [R] int32, from 1: how many of its largest logits are wanted
-    scored: MassRequest  # for logprobs
-    whole: MassRequest  # of rows whose draw depends on the mass of all tokens
+    scored: Array  # [n] int64, rising: rows whose mass at temperature 1 is wanted, for logprobs
+    whole: Array  # [m] int64, rising: rows whose draw depends on the mass of all tokens
 
+    @property
+    def width(self) -> int:
+        """The most that a row lists."""
+        return int(self.num_listed.max(initial=1))
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The results of find_largest and total_masses. Values beyond a row's num_listed mean
-    nothing."""
+    @property
+    def mass_rows(self) -> Array:
+        """[n + m] int64: the rows whose masses are wanted, `scored` before `whole`."""
+        return np.concatenate((self.scored, self.whole))
 
-    values: Array  # [R, max(num_listed)] float32
-    token_ids: Array  # [R, max(num_listed)] int64
-    scored_masses: Array  # of SearchRequest.scored, [n] float64
-    whole_masses: Array  # of SearchRequest.whole, [n] float64
+    @property
+    def mass_temperatures(self) -> Array:
+        """[n + m] float32."""
+        temperatures = [self.params[row].temperature for row in self.whole]
+        return np.concatenate((np.ones(len(self.scored), np.float32), np.array(temperatures, np.float32)))
 
 
 class RunningSearch(Protocol):
@@ -232,15 +230,17 @@ class RunningSearch(Protocol):
         ...
 
     def wait(self) -> None:
-        """Until a device has come to it."""
+        """Wait until the device has finished the search."""
         ...
 
-    def read(self) -> SearchResult:
-        """Waits, too."""
+    def read(self) -> tuple[Array, Array, Array]:
+        """The values and token ids of each row's largest logits, [R, width] float32 and int64, as
+        find_largest finds them: those beyond a row's num_listed mean nothing; and the masses of
+        mass_rows, [n + m] float64. Waits, too."""
         ...
 
     def read_drawn(self) -> Array | None:
-        """`drawn`, here."""
+        """`drawn`, copied to the host; None if only the host draws."""
         ...
 
 
@@ -275,7 +275,7 @@ class RowSearch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LargestStep:
-    """Inputs for sizing the workspace."""
+    """The largest step that a workspace is sized for."""
 
     linears: list[Linear]  # that get all of its tokens
     mlps: list[Mlp]  # which they are parts of, in part
@@ -290,10 +290,10 @@ class LargestStep:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes that the largest step of a model, or of heads, takes beside weights and KV cache."""
+    """Bytes that the largest step of a model, or of heads, takes in addition to weights and KV cache."""
 
     shared: int  # that the models and heads on this backend use in turn
-    own: int  # that nobody else uses
+    own: int  # not shared
 
 
 def total_bytes(workspaces: Sequence[Workspace]) -> int:
@@ -359,7 +359,7 @@ class Backend(Protocol):
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
-        """The MLP of two of this backend's layers, of which the first is gated."""
+        """The MLP of two of this backend's layers. The first is gated."""
         ...
 
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> GroupedExperts | None:
@@ -387,11 +387,11 @@ class Backend(Protocol):
         ...
 
     def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (from, to), of make_kv_layer's caches of one shape, one after the other. None
-        is copied from after it was copied to."""
+        """Copy blocks, (from, to), of make_kv_layer's caches of one shape, one after the other. No block
+        is a source after it was a target."""
         ...
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserve what the largest step takes. `shared` counts all that has been reserved so far,
-        whoever asked for it."""
+        by any model or head."""
         ...

@@ -16,8 +16,8 @@ ALIGNMENT = 16  # bytes: by it kernels are compiled once more for what begins el
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
-    """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what
-    runs there; on a CPU they stay where they are."""
+    """A tensor of the numbers. They are copied to a GPU through pinned memory, without a wait for
+    its work; on a CPU the memory is shared."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

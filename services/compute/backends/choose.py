@@ -5,7 +5,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.cpu.backend import CpuBackend
-from services.compute.backends.cpu.library import Context, open_context
+from services.compute.backends.cpu.library import NativeContext, open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.ranks.parallel.ranks import SharedRanks
@@ -34,7 +34,7 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
     Raises StartupError for a wrong PENSTOCK_KERNELS.
 
     activations: of quantized weights, int8 or bfloat16. Raises StartupError for bfloat16 on a GPU.
-    allow_batch_variance: whether a row's bits may depend on the rows beside it, for speed. Raises
+    allow_batch_variance: whether a row's bits may depend on the batch's other rows, for speed. Raises
     StartupError on a CPU, where there is nothing to gain.
     """
     if device.type == "cuda":
@@ -52,11 +52,11 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
 
 
 def has_same_columns(backend: Backend) -> bool:
-    """Whether a column's bits are the same beside any other columns of its layer."""
+    """Whether a column's bits do not depend on the other columns of its layer."""
     return not isinstance(backend, TorchBackend)
 
 
-def context_of(backend: Backend) -> Context | None:
+def context_of(backend: Backend) -> NativeContext | None:
     """The native kernels of the backend; None: it has none."""
     return backend.context if isinstance(backend, CpuBackend) else None
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Head, Linear, Product, RowMath
+from services.compute.backends.backend import Linear, LogitsProduct, Product, RowMath
 from services.compute.ranks.parallel.ranks import Ranks
 
 Parts = tuple[range, ...]  # of a layer's columns, each rank's
@@ -35,7 +35,7 @@ class GatheredLinear:
 
 @dataclass(frozen=True, slots=True)
 class ShardedLinear:
-    """A Product of which several ranks keep some columns each: all are here while it is called."""
+    """A Product whose columns several ranks keep: all are here while it is called."""
 
     linears: tuple[Linear, ...]  # this rank's first
     # of each, of one matrix or several: the columns of a matrix stand behind those of the ranks before
@@ -110,7 +110,7 @@ class Elsewhere:
     """A head, an embedding, or a rank's part of a layer, that this rank does not have."""
 
     def __call__(self, *_: Any, **__: Any) -> Tensor:
-        raise AssertionError("another rank has it")
+        raise AssertionError("this layer is on another rank")
 
     logits = __getitem__ = __call__
 
@@ -118,7 +118,7 @@ class Elsewhere:
 ELSEWHERE = Elsewhere()
 
 
-def own_of(layer: Product | Head) -> Linear | None:
+def own_of(layer: Product | LogitsProduct) -> Linear | None:
     """The matrix that is here: the layer's, or this rank's part of it."""
     if isinstance(layer, GatheredLinear | GatheredHead | ShardedLinear):
         return layer.linear

@@ -30,7 +30,7 @@ def shared_memory(fd: int, num_bytes: int) -> torch.Tensor:
 
 
 def give_back_free_memory() -> None:
-    """Return what malloc holds and nobody uses. Between the tensors that stay, those that a layer
+    """Return freed memory from malloc to the system. Between the tensors that stay, those that a layer
     needed while it was loaded leave holes that the next layer's don't fit in: half a gigabyte of a
     gigabyte's model."""
     if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc

@@ -74,7 +74,7 @@ class Int8Columns(Coded):
         return (self.codes.to(wide) * self.scales.to(wide)[:, None]).to(dtype)
 
 
-MOST_STEPS = 16  # so that step - 1 and the zero fill a byte
+MAX_STEPS = 16  # so that step - 1 and the zero fill a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Int4Columns(Coded):
     codes: Tensor  # [n, k] uint8, below 16
     scales: Tensor  # [n] float32
     zeros: Tensor  # [n, ceil(k / group)] int8, from 0 to 15
-    steps: Tensor  # the same, from 1 to MOST_STEPS
+    steps: Tensor  # the same, from 1 to MAX_STEPS
     group: int
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Int4Columns(Coded):
         return f"4 bits by column in groups of {self.group}"
 
     def widened(self) -> Int8Columns:
-        """The same values."""
+        """The same values, in 8 bits by column."""
         zeros, steps = (each.repeat_interleave(self.group, 1)[:, : self.shape[1]] for each in (self.zeros, self.steps))
         return Int8Columns((self.codes.to(torch.int8) - zeros) * steps, self.scales)
 

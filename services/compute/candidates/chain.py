@@ -3,9 +3,9 @@ and the temperature last of all.
 
 Each stage sees the probabilities at temperature 1 of what the one before has left, and leaves a
 stretch of the sorted row: a prefix, or, of typical-p and XTC, a stretch from further inside. So a
-row of which `truncate` has taken the others away (their logits are minus infinity) is a plain row:
+row whose other tokens `truncate` has set to minus infinity is a plain row:
 what is left is drawn at the temperature that `truncate` gives, by the rules of
-shared/model/decision.py, and the sampler need not know of the chain.
+shared/model/decision.py, and the sampler knows nothing of the chain.
 
 Sources: Holtzman et al. 2020 (top-p); Meister et al. 2023 (typical-p); "Top-nσ", Tang et al. 2024;
 Nguyen et al. 2024 (min-p); XTC and dynamic temperature as llama.cpp defines them. Equal logits
@@ -22,13 +22,15 @@ MAX_TEMPERATURE = 100.0
 NOT_FINITE = "the model's numbers for this request's next token are not finite"
 
 
-def truncate(row: Array, params: SamplingParams, chain: ChainParams, position: int) -> tuple[Array, float]:
+def truncate(row: Array, params: SamplingParams, position: int) -> tuple[Array, float]:
     """The tokens that the chain takes away from a row of logits [vocab] float32, as booleans
     [vocab], and the temperature of the draw among the others.
 
-    position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a
+    params: with a chain; position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a
     finite largest logit.
     """
+    chain = params.chain
+    assert chain is not None
     if not np.isfinite(row.max()):
         raise ArithmeticError(NOT_FINITE)
     values = np.sort(row[row > -np.inf])[::-1].astype(np.float64)  # falling

@@ -1,4 +1,4 @@
-"""The grammars of the sequences that run: compiled beside the loop, and asked for masks while the
+"""The grammars of the sequences that run: compiled in threads, and asked for masks while the
 model computes.
 
 No step waits for one row's mask longer than the budget that its loop gives. A row whose mask is
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
 
-from services.compute.candidates.compiled import Grammar, GrammarCache
+from services.compute.candidates.compiled import CompiledGrammar, GrammarCache
 from services.compute.candidates.failures import error_of
-from services.compute.candidates.matcher import Filling, Matcher, Turn, replay_some
+from services.compute.candidates.matcher import Filling, Matcher, MatcherPath, replay_some
 from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model.arrays import Array
 from shared.model.constraint import Constraint
@@ -26,7 +26,7 @@ NUM_MASKERS = 2  # one goes on while the other is at a mask that takes long for 
 NUM_SLOW_MASKERS = 2
 NUM_REPLAYERS = 1
 SLOW_DRAFTS_S = 0.005  # of processor time, that a question about drafts may take
-REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
+REPLAY_SLICE_S = 0.05  # of processor time; sequences that need more take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Masks:
 
 
 @dataclass(slots=True)
-class Opening:
+class PendingMatcher:
     """A sequence that waits for its matcher."""
 
     sequence: Sequence
     constraint: Constraint
-    compiling: Future[Grammar]
+    compiling: Future[CompiledGrammar]
     matcher: Matcher | None = None
     replaying: Future[None] | None = None
 
@@ -83,7 +83,7 @@ class Constraints:
         self.vocab_size = vocab_size
         self.grammars = GrammarCache(load)
         self.matchers: dict[int, Matcher] = {}  # by handle
-        self.opening: dict[int, Opening] = {}  # by handle: sequences that wait for their grammars
+        self.opening: dict[int, PendingMatcher] = {}  # by handle: sequences that wait for their grammars
         # by handle: those whose masks come before their rows run
         self.late: dict[int, Matcher] = {}
         # handles without drafts until they have run: other drafts would want other masks, late again
@@ -94,7 +94,7 @@ class Constraints:
 
     def open(self, sequence: Sequence, constraint: Constraint) -> None:
         """Have the sequence's grammar compiled; `opened` says when it is there."""
-        self.opening[sequence.handle] = Opening(sequence, constraint, self.grammars.get(constraint, self._running()))
+        self.opening[sequence.handle] = PendingMatcher(sequence, constraint, self.grammars.get(constraint, self._running()))
 
     def opened(self) -> list[tuple[Sequence, RequestError | None]]:
         """The sequences whose grammars have come since; and those whose grammars can't, and why:
@@ -199,10 +199,10 @@ class Constraints:
         if (opening := self.opening.get(handle)) is not None:
             self._forget_opening(opening)
 
-    def _running(self) -> list[Grammar]:
+    def _running(self) -> list[CompiledGrammar]:
         return [matcher.grammar for matcher in self.matchers.values()]
 
-    def _advance(self, opening: Opening) -> Matcher | None:
+    def _advance(self, opening: PendingMatcher) -> Matcher | None:
         """The matcher, if it has come to its sequence's last token. Raises what its threads did,
         and Invalid."""
         if not opening.compiling.done():
@@ -224,12 +224,12 @@ class Constraints:
         opening.replaying = self._replayers.submit(replay_some, matcher, output, self.grammars.vocabulary.result(), REPLAY_SLICE_S)
         return None
 
-    def _forget_opening(self, opening: Opening) -> None:
+    def _forget_opening(self, opening: PendingMatcher) -> None:
         del self.opening[opening.sequence.handle]
         if not any(each.constraint == opening.constraint for each in self.opening.values()):
             self.grammars.forget(opening.constraint)
 
-    def _fill(self, turns: list[Turn], lane: ThreadPoolExecutor) -> Filling:
+    def _fill(self, turns: list[MatcherPath], lane: ThreadPoolExecutor) -> Filling:
         filling = Filling(turns, self.grammars.vocabulary.result(), self.vocab_size, self._slow_maskers)
         lane.submit(filling.run)
         return filling

@@ -21,7 +21,7 @@ from services.compute.sequence import Prefix
 from shared.model.arrays import Array
 
 
-class Kind(IntEnum):
+class EditKind(IntEnum):
     """Edits of single tokens, in the order in which they are applied. Each has an amount."""
 
     REPETITION = 0  # divides logits above 0, multiplies the others
@@ -33,7 +33,7 @@ class Kind(IntEnum):
 
 # by kind, in their order: token ids, int64, each once where it has an amount; amounts, float32, as long
 # or [1]
-TokenEdits = dict[Kind, tuple[Array, Array]]
+TokenEdits = dict[EditKind, tuple[Array, Array]]
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class RowEdits:
     tokens: TokenEdits = field(default_factory=dict)
     mask: Array | None = None  # of row_mask.py: which tokens stay
 
-    def add(self, kind: Kind, token_ids: Array, amounts: Array, vocab_size: int) -> None:
+    def add(self, kind: EditKind, token_ids: Array, amounts: Array, vocab_size: int) -> None:
         """Raises IndexError for a token that the vocabulary lacks."""
         if len(token_ids):
             if (wrong := token_ids.max()) >= vocab_size or (wrong := token_ids.min()) < 0:
@@ -62,19 +62,19 @@ def edits_of(prefix: Prefix, grammar_mask: Array | None, vocab_size: int) -> Row
     if params.edits_logits:
         if params.repetition_penalty != 1.0:
             seen = sequence.tokens.seen_counts(num_tokens).token_ids
-            edits.add(Kind.REPETITION, seen, np.array([params.repetition_penalty], np.float32), vocab_size)
+            edits.add(EditKind.REPETITION, seen, np.array([params.repetition_penalty], np.float32), vocab_size)
         if (params.frequency_penalty or params.presence_penalty) and prefix.num_output_tokens:
             counts = sequence.tokens.output_counts(num_tokens)
             amounts = np.float32(params.frequency_penalty) * counts.times + np.float32(params.presence_penalty)
-            edits.add(Kind.OUTPUT, counts.token_ids, amounts, vocab_size)
+            edits.add(EditKind.OUTPUT, counts.token_ids, amounts, vocab_size)
         if params.logit_bias:
             biased, biases = np.array(list(params.logit_bias), np.int64), np.array(list(params.logit_bias.values()), np.float32)
-            edits.add(Kind.BIAS, biased, biases, vocab_size)
+            edits.add(EditKind.BIAS, biased, biases, vocab_size)
     if params.dry is not None and params.dry.multiplier > 0.0:
-        edits.add(Kind.DRY, *dry_penalties(sequence.history(num_tokens), params.dry, sequence.request.dry_breakers), vocab_size)
+        edits.add(EditKind.DRY, *dry_penalties(sequence.history(num_tokens), params.dry, sequence.request.dry_breakers), vocab_size)
     edits.mask = allowed_tokens(prefix, grammar_mask, vocab_size)
     if edits.mask is None and (banned := banned_tokens(prefix)):
-        edits.add(Kind.BANNED, np.array(banned, np.int64), NO_AMOUNT, vocab_size)
+        edits.add(EditKind.BANNED, np.array(banned, np.int64), NO_AMOUNT, vocab_size)
     return edits
 
 
@@ -96,30 +96,30 @@ def edit_on_host(logits: torch.Tensor, edits: Mapping[int, TokenEdits]) -> None:
             logits_of_row = numbers[row]
             for kind, (token_ids, amounts) in kinds.items():
                 values = logits_of_row[token_ids]
-                if kind == Kind.REPETITION:
+                if kind == EditKind.REPETITION:
                     values = np.where(values > 0, values / amounts, values * amounts)
-                elif kind == Kind.BANNED:
+                elif kind == EditKind.BANNED:
                     values = -np.inf
                 else:
-                    values = values + amounts if kind == Kind.BIAS else values - amounts
+                    values = values + amounts if kind == EditKind.BIAS else values - amounts
                 logits_of_row[token_ids] = values
 
 
 def edit_on_device(logits: torch.Tensor, edits: Mapping[int, TokenEdits]) -> None:
     """All rows' tokens of a kind at once. The numbers cross in two copies."""
     vocab_size, flat = logits.shape[1], logits.view(-1)
-    of_kinds = [[(row, *kinds[kind]) for row, kinds in edits.items() if kind in kinds] for kind in Kind]
+    of_kinds = [[(row, *kinds[kind]) for row, kinds in edits.items() if kind in kinds] for kind in EditKind]
     parts = [part for of_kind in of_kinds for part in of_kind]
     all_places = to_device(np.concatenate([token_ids + row * vocab_size for row, token_ids, _ in parts]), logits.device)
     all_amounts = to_device(np.concatenate([np.broadcast_to(each, token_ids.shape) for _, token_ids, each in parts]), logits.device)
     sizes = [sum(len(token_ids) for _, token_ids, _ in of_kind) for of_kind in of_kinds]
-    for kind, places, amounts in zip(Kind, torch.split(all_places, sizes), torch.split(all_amounts, sizes), strict=True):
-        if kind == Kind.BANNED:
+    for kind, places, amounts in zip(EditKind, torch.split(all_places, sizes), torch.split(all_amounts, sizes), strict=True):
+        if kind == EditKind.BANNED:
             flat.index_fill_(0, places, -torch.inf)
         elif len(places):
             values = flat[places]
-            if kind == Kind.REPETITION:
+            if kind == EditKind.REPETITION:
                 values = torch.where(values > 0, values / amounts, values * amounts)
             else:
-                values = values + amounts if kind == Kind.BIAS else values - amounts
+                values = values + amounts if kind == EditKind.BIAS else values - amounts
             flat[places] = values

@@ -4,9 +4,9 @@ A matcher's state is a function of its sequence's output tokens, decided and for
 nothing else. So it is made again wherever the tokens are (after a crash, at another replica), goes
 forward with them, and back where foreseen ones are taken back.
 
-Matchers of one text share what the library has worked out of it. Should that outgrow its limits,
-through whoever, a sequence gets a matcher of its own: what ends in an error depends on the
-sequence's own tokens.
+Matchers of one text share what the library has worked out of it. If that outgrows its limits,
+because of any of them, a sequence gets a matcher of its own: whether it fails depends on its own
+tokens alone.
 """
 
 import time
@@ -17,7 +17,7 @@ from threading import Event
 import numpy as np
 from llguidance import LLMatcher
 
-from services.compute.candidates.compiled import Grammar
+from services.compute.candidates.compiled import CompiledGrammar
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import num_bytes
 from services.compute.sequence import Prefix, RowKey, Sequence
@@ -41,7 +41,7 @@ class Matcher:
 
     sequence: Sequence
     constraint: Constraint
-    grammar: Grammar
+    grammar: CompiledGrammar
     state: LLMatcher
     token_ids: list[int] = field(default_factory=list)  # of the output, that the state has taken in
     num_decided: int = 0  # of those, that will not be taken back
@@ -59,20 +59,20 @@ class Matcher:
     def is_slow(self) -> bool:
         return self.seconds > SLOW_S
 
-    def step_to(self, prefixes: list[Prefix]) -> "Turn":
-        """How it comes to some prefixes of its sequence, of which each is longer than the one
+    def step_to(self, prefixes: list[Prefix]) -> "MatcherPath":
+        """How it comes to some prefixes of its sequence, each longer than the one
         before. What was decided when it was last asked stands; what was foreseen then may have come
         otherwise."""
         sequence, keys, last = self.sequence, tuple(prefix.key for prefix in prefixes), prefixes[-1].num_tokens
         num_same, end = self._num_same(last), sequence.tokens.num_prompt + len(self.token_ids)
         if num_same == end == last and self.filling is not None and set(keys) <= set(self.keys):
-            return Turn(sequence, self, keys, 0, ())
+            return MatcherPath(sequence, self, keys, 0, ())
         at, parts = min(num_same, prefixes[0].num_tokens), []
         num_taken_back = end - at
         for prefix in prefixes:
             parts.append(sequence.tokens.ids[at : prefix.num_tokens])
             at = prefix.num_tokens
-        return Turn(sequence, self, keys, num_taken_back, tuple(parts))
+        return MatcherPath(sequence, self, keys, num_taken_back, tuple(parts))
 
     def follow(self) -> None:
         """Come to the sequence's last token, in the loop: no mask is wanted. Not while it is busy.
@@ -99,7 +99,7 @@ class Matcher:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MatcherPath:
     """How a matcher comes to some prefixes of its sequence, one after the other."""
 
     sequence: Sequence
@@ -128,7 +128,7 @@ class Filling:
     """Masks that a thread fills, one after the other. An outcome is a mask, [num_bytes(vocab_size)]
     uint8, or why there is none."""
 
-    def __init__(self, turns: list[Turn], vocabulary: Vocabulary, vocab_size: int, slow_lane: ThreadPoolExecutor) -> None:
+    def __init__(self, turns: list[MatcherPath], vocabulary: Vocabulary, vocab_size: int, slow_lane: ThreadPoolExecutor) -> None:
         self.outcomes: dict[RowKey, Array | RequestError] = {}
         self.is_done = Event()
         self._turns = turns
@@ -148,7 +148,7 @@ class Filling:
             if num_filled < len(some):
                 self._slow_lane.submit(self._refill, turn, some, num_filled)
 
-    def _fill(self, turn: Turn, rows: list[Array]) -> int:
+    def _fill(self, turn: MatcherPath, rows: list[Array]) -> int:
         """Returns how many of the turn's masks have outcomes: not the rest where the matcher has to
         be made again, and that takes long."""
         matcher, num_taken_back = turn.matcher, turn.num_taken_back
@@ -168,7 +168,7 @@ class Filling:
                 self._end(turn, number, error_of(error), began)
         return len(rows)
 
-    def _refill(self, turn: Turn, rows: list[Array], first: int) -> None:
+    def _refill(self, turn: MatcherPath, rows: list[Array], first: int) -> None:
         """Fill the turn's masks from the first that has no outcome, in a thread of the slow lane."""
         for number in range(first, len(rows)):
             began = time.thread_time()
@@ -181,7 +181,7 @@ class Filling:
             except BaseException as error:
                 self._end(turn, number, error_of(error), began)
 
-    def _judge(self, turn: Turn, number: int, row: Array, began: float) -> None:
+    def _judge(self, turn: MatcherPath, number: int, row: Array, began: float) -> None:
         """Fill the row by a matcher of its own if the shared one is worn out. Raises Invalid for a
         grammar that is too complex."""
         matcher = turn.matcher
@@ -194,7 +194,7 @@ class Filling:
         elif (seconds := time.thread_time() - began) > MASK_LIMIT_S:
             raise too_complex(matcher.constraint, f"what may follow took {seconds:.1f} s of processor time to find, and {MASK_LIMIT_S:g} s is the most")
 
-    def _end(self, turn: Turn, number: int, outcome: Array | RequestError, began: float) -> None:
+    def _end(self, turn: MatcherPath, number: int, outcome: Array | RequestError, began: float) -> None:
         matcher, seconds = turn.matcher, time.thread_time() - began
         matcher.seconds = max(matcher.seconds, seconds)
         matcher.has_failed |= isinstance(outcome, RequestError)

@@ -82,8 +82,8 @@ def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
 
 
 def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
-    """The logprobs of the sequence's prompt, all of which is scored; None, if nothing was asked or
-    its first token's entry holds it already."""
+    """The logprobs of the sequence's prompt, which is scored whole; None if they were not requested, or
+    its first token's entry holds them already."""
     if sequence.request.params.prompt_logprobs is None or sequence.tokens.num_decided > sequence.tokens.num_prompt:
         return None
     whole = join_scored(sequence.scored)

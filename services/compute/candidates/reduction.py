@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from services.compute.backends.backend import MassRequest, RowSearch, RunningSearch, SearchRequest, SearchResult
+from services.compute.backends.backend import RowSearch, RunningSearch, SearchRequest
 from services.compute.backends.buffers import ensure_works, to_device
 from services.compute.candidates.chain import NOT_FINITE, truncate
 from services.compute.candidates.constraints import Masks
@@ -27,10 +27,9 @@ from services.compute.candidates.draw import draw
 from services.compute.candidates.edits import RowEdits, apply_edits, edits_of
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import bits_of
-from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.candidates.rows import CandidateRows, rows_after
 from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model.arrays import Array
-from shared.model.decision import pick
 from shared.model.sampling_params import SamplingParams
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError
@@ -44,30 +43,13 @@ MAX_LISTED = 256  # of a row with a large top-k
 NO_MASKS = Masks()
 
 
-@dataclass(slots=True)
-class EditedRow:
-    """A row of logits that is ready to be reduced."""
-
-    prefix: Prefix  # on which it was computed
-    # the prefix's last: the sequence may have lost it when the candidates are read
-    previous_token_id: int
-    # of the draw: what the chain has done already is off, and the temperature is the row's
-    params: SamplingParams
-    # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
-    logsumexp: float | None = None
-    temperature: float = REQUESTS_OWN
-
-    @property
-    def has_chain(self) -> bool:
-        return self.params.chain is not None and self.params.chain.is_on
-
-
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """Rows on their way from logits to candidates: edited, and the search has begun."""
 
     logits: torch.Tensor  # [R, vocab] float32
-    edited: list[EditedRow]  # [R]
+    prefixes: list[Prefix]  # [R]: on which the rows were computed
+    rows: CandidateRows  # [R]: known so far
     wanted: SearchRequest
     searching: RunningSearch
     search: RowSearch
@@ -77,8 +59,9 @@ class Reduction:
     @torch.inference_mode()
     def finish(self) -> CandidateRows:
         """Waits for the search."""
+        rows = self.rows
         try:
-            rows = reduce_found(self.logits, self.edited, self.wanted, self.searching.read(), self.search)
+            fill(rows, self.logits, self.wanted, self.searching, self.search)
             if is_finite(rows).all():
                 rows.failures.update(self.failures)
                 return rows
@@ -88,16 +71,26 @@ class Reduction:
             ensure_works(self.logits.device)
             log.warning("a step can't be reduced as a whole", error=repr(error))
         failures, good = dict(self.failures), []
-        for row, each in enumerate(self.edited):
-            alone = self.logits[row : row + 1]
-            if failure := failure_of(lambda: check(reduce_edited(alone, [each], self.search)), alone.device):  # noqa: B023
-                failures[each.prefix.key] = failure
+        for row, prefix in enumerate(self.prefixes):
+            if failure := failure_of(lambda: check(self._reduce_again([row])), self.logits.device):  # noqa: B023
+                failures[prefix.key] = failure
             else:
                 good.append(row)
-        some = self.logits[to_device(np.array(good, np.int64), self.logits.device)]
-        rows = reduce_edited(some, [self.edited[row] for row in good], self.search)
+        rows = self._reduce_again(good)
         rows.failures.update(failures)
         return rows
+
+    def _reduce_again(self, some: list[int]) -> CandidateRows:
+        """The candidates of some of the rows, from a search of their own."""
+        logits = self.logits[to_device(np.array(some, np.int64), self.logits.device)]
+        rows = self.rows.only(some)
+        wanted = wanted_of([self.wanted.params[row] for row in some], rows.positions, logits.shape[1])
+        fill(rows, logits, wanted, self.search.start(logits, wanted), self.search)
+        return rows
+
+
+def has_chain(params: SamplingParams) -> bool:
+    return params.chain is not None and params.chain.is_on
 
 
 def num_listed(params: SamplingParams, vocab_size: int) -> int:
@@ -131,13 +124,16 @@ def begin_reduction(logits: torch.Tensor, prefixes: list[Prefix], search: RowSea
         if failure := failure or failure_of(lambda: edits.update({row: edits_of(prefix, mask, logits.shape[1])}), logits.device):  # noqa: B023
             failures[key] = failure
     apply_edits(logits, edits, search)
-    edited = {row: EditedRow(prefix := prefixes[row], prefix.previous_token_id, prefix.sequence.request.params) for row in edits}
-    if any(each.has_chain for each in edited.values()):
-        failures |= apply_chains(logits, edited, search)
-    if len(edited) < len(prefixes):
-        logits = logits[to_device(np.array(list(edited), np.int64), logits.device)]
-    wanted = wanted_of(list(edited.values()), logits.shape[1])
-    return Reduction(logits, list(edited.values()), wanted, search.start(logits, wanted), search, failures)
+    good, rows, params = list(edits), rows_after(prefixes), [prefix.sequence.request.params for prefix in prefixes]
+    if chained := [row for row in good if has_chain(params[row])]:
+        failures_by_row = apply_chains(logits, chained, prefixes, params, rows, search)
+        failures |= {prefixes[row].key: failure for row, failure in failures_by_row.items()}
+        good = [row for row in good if row not in failures_by_row]
+    if len(good) < len(prefixes):
+        logits = logits[to_device(np.array(good, np.int64), logits.device)]
+        prefixes, rows, params = [prefixes[row] for row in good], rows.only(good), [params[row] for row in good]
+    wanted = wanted_of(params, rows.positions, logits.shape[1])
+    return Reduction(logits, prefixes, rows, wanted, search.start(logits, wanted), search, failures)
 
 
 def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestError | None:
@@ -164,75 +160,63 @@ def check(rows: CandidateRows) -> None:
         raise ArithmeticError(NOT_FINITE)
 
 
-def wanted_of(edited: list[EditedRow], vocab_size: int) -> SearchRequest:
-    """The search that decides the draws of these rows. It follows from their requests and positions
+def wanted_of(params: list[SamplingParams], positions: Array, vocab_size: int) -> SearchRequest:
+    """The search that decides the draws of rows. params, positions: [R] int32, of the draws: all follows from them
     alone."""
-    params = [each.params for each in edited]
     drawn = [row for row, each in enumerate(params) if not each.is_greedy]
-    seeds, positions = np.array([each.seed for each in params], np.uint64), np.array([each.prefix.position for each in edited], np.int32)
-    num = np.array([num_listed(each, vocab_size) for each in params], np.int32)
-    scored = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
-    whole = np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64)
-    temperatures = np.array([params[row].temperature for row in whole], np.float32)
-    return SearchRequest(params, seeds, positions, num, MassRequest(scored, np.ones(len(scored), np.float32)), MassRequest(whole, temperatures))
+    return SearchRequest(
+        params=params,
+        seeds=np.array([each.seed for each in params], np.uint64),
+        positions=positions,
+        num_listed=np.array([num_listed(each, vocab_size) for each in params], np.int32),
+        # the chain has scored its rows before it took tokens away
+        scored=np.array([row for row, each in enumerate(params) if each.logprobs is not None and not has_chain(each)], np.int64),
+        whole=np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64),
+    )
 
 
-def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSearch) -> CandidateRows:
-    """The candidates of rows that are edited already."""
-    wanted = wanted_of(edited, logits.shape[1])
-    return reduce_found(logits, edited, wanted, search.start(logits, wanted).read(), search)
-
-
-def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRequest, found: SearchResult, search: RowSearch) -> CandidateRows:
-    """The candidates of rows that were searched. Raises ArithmeticError if the largest number of
-    one is not finite: so it is where any is NaN."""
-    num_rows, vocab_size = logits.shape
-    values, token_ids, num = found.values, found.token_ids.astype(np.int32), wanted.num_listed
+def fill(rows: CandidateRows, logits: torch.Tensor, wanted: SearchRequest, searching: RunningSearch, search: RowSearch) -> None:
+    """Fill in what the search says of the rows, and draw. Raises ArithmeticError if the largest number
+    of a row is not finite: so it is where any is NaN."""
+    values, token_ids, masses = searching.read()
     if not np.isfinite(values[:, 0]).all():
         raise ArithmeticError(NOT_FINITE)
-    values[np.arange(values.shape[1]) >= num[:, None]] = -np.inf
-    counts = (values > -np.inf).sum(axis=1).astype(np.int32)  # what is masked is no candidate
-    is_whole = (counts < num) | (counts == vocab_size)
-    logsumexp, rows = np.zeros(num_rows, np.float32), wanted.scored.rows
-    if len(rows):
-        logsumexp[rows] = values[rows, 0] + np.log(found.scored_masses)
-        logsumexp[rows] = [each if edited[row].logsumexp is None else edited[row].logsumexp for row, each in zip(rows, logsumexp[rows], strict=True)]
-    drawn = draw(logits, wanted, values, token_ids, counts, is_whole, found.whole_masses, search)
-    return CandidateRows(
-        handles=np.array([each.prefix.sequence.handle for each in edited], np.int32),
-        positions=wanted.positions,
-        previous_token_ids=np.array([each.previous_token_id for each in edited], np.int32),
-        counts=counts, token_ids=token_ids, logits=values, logsumexp=logsumexp,
-        num_kept=drawn.num_kept, tail_mass=drawn.tail_mass, tail_token_ids=drawn.tail_token_ids, tail_logits=drawn.tail_logits,
-        chosen=pick(drawn.columns, counts, token_ids, drawn.tail_token_ids, drawn.tail_token_ids).astype(np.int32),
-        temperatures=np.array([each.temperature for each in edited], np.float32),
-    )  # fmt: skip
+    values[np.arange(values.shape[1]) >= wanted.num_listed[:, None]] = -np.inf
+    rows.logits, rows.token_ids = values, token_ids.astype(np.int32)
+    rows.counts = (values > -np.inf).sum(axis=1).astype(np.int32)  # what is masked is no candidate
+    if num_scored := len(wanted.scored):
+        rows.logsumexp[wanted.scored] = values[wanted.scored, 0] + np.log(masses[:num_scored])
+    draw(rows, logits, wanted, masses[num_scored:], search)
 
 
-def apply_chains(logits: torch.Tensor, edited: dict[int, EditedRow], search: RowSearch) -> dict[RowKey, RequestError]:
-    """Ban what llama.cpp's chain takes away from rows of logits [R, vocab], in place, and say so in
-    `edited`, by row. Rows that fail are taken out of it: their errors are returned."""
-    rows = np.array([row for row, each in edited.items() if each.has_chain], np.int64)
-    numbers = dict(zip(rows.tolist(), logits[to_device(rows, logits.device)].cpu().numpy(), strict=True))
+def apply_chains(
+    logits: torch.Tensor,
+    chained: list[int],
+    prefixes: list[Prefix],
+    params: list[SamplingParams],
+    rows: CandidateRows,
+    search: RowSearch,
+) -> dict[int, RequestError]:
+    """Ban what llama.cpp's chain takes away from some rows of logits [R, vocab], in place. What is left to do of
+    their params, the draw at the row's temperature, is put into params, [R]; temperatures and logprobs' sums are
+    filled in. Returns the errors of those that fail, by row."""
+    numbers = dict(zip(chained, logits[to_device(np.array(chained, np.int64), logits.device)].cpu().numpy(), strict=True))
     found: dict[int, tuple[Array, float]] = {}
-    failures: dict[RowKey, RequestError] = {}
+    failures: dict[int, RequestError] = {}
     for row, values in numbers.items():
-        prefix, params = edited[row].prefix, edited[row].params
-        assert params.chain is not None
-        chain = params.chain
-        if failure := failure_of(lambda: found.update({row: truncate(values, params, chain, prefix.position)}), logits.device):  # noqa: B023
-            failures[prefix.key] = failure
-            del edited[row]
-    scored = np.array([row for row in found if edited[row].params.logprobs is not None], np.int64)
+        position = prefixes[row].position
+        if failure := failure_of(lambda: found.update({row: truncate(values, params[row], position)}), logits.device):  # noqa: B023
+            failures[row] = failure
+    scored = np.array([row for row in found if params[row].logprobs is not None], np.int64)
     if len(scored):
         largest = np.array([numbers[row].max() for row in scored.tolist()], np.float32)
         masses = search.total_masses(logits, scored, largest, np.ones(len(scored), np.float32))
-        for row, logsumexp in zip(scored.tolist(), (largest + np.log(masses)).tolist(), strict=True):
-            edited[row].logsumexp = logsumexp
+        rows.logsumexp[scored] = largest + np.log(masses)
     for row, (_, temperature) in found.items():
-        own = edited[row].params.chain
-        edited[row].temperature = temperature if own is not None and own.dynatemp_range else REQUESTS_OWN
-        edited[row].params = replace(edited[row].params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+        chain = params[row].chain
+        if chain is not None and chain.dynatemp_range:
+            rows.temperatures[row] = temperature
+        params[row] = replace(params[row], temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     if found:
         search.ban(logits, np.array(list(found), np.int64), [bits_of(np.flatnonzero(~dropped), logits.shape[1]) for dropped, _ in found.values()])
     return failures

@@ -1,35 +1,35 @@
-"""CandidateRows: what one step found out about the next tokens of its sequences, as samplers are
-asked to decide it."""
+"""CandidateRows: the rows of one step, from their logits to what samplers are asked to decide."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from services.compute.sequence import RowKey
+from services.compute.sequence import Prefix, RowKey
 from shared.model.arrays import Array
 from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
 
 REQUESTS_OWN = -1.0  # a row's temperature, where it is its request's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CandidateRows:
     """The undecided rows of one step, all sequences together; `message` has some of them for a
-    sampler."""
+    sampler. `new_rows` makes them, a reduction fills them in; after that they stay as they are."""
 
     handles: Array  # [R] int32
     positions: Array  # [R] int32: in the token log, of the token to be decided
-    # [R] int32: at the position before, which this row was computed on; -1: it is the first
+    # [R] int32: the token at the position before, which this row was computed on; -1: it is the first.
+    # The sequence may have lost it when the candidates are read
     previous_token_ids: Array
-    counts: Array  # [R] int32
-    token_ids: Array  # [R, K] int32, K = max(counts)
-    logits: Array  # [R, K] float32
-    logsumexp: Array  # [R] float32
-    num_kept: Array  # [R] int32
-    tail_mass: Array  # [R] float64
-    tail_token_ids: Array  # [R] int32
-    tail_logits: Array  # [R] float32
+    counts: Array  # [R] int32: listed candidates
+    token_ids: Array  # [R, K] int32, K = max(counts) or more
+    logits: Array  # [R, K] float32, -inf beyond a row's count
+    logsumexp: Array  # [R] float32, of rows with logprobs; 0 elsewhere
+    num_kept: Array  # [R] int32: listed candidates that take part in the draw
+    tail_mass: Array  # [R] float64, of the kept tokens beyond the list; 0: none
+    tail_token_ids: Array  # [R] int32: the token of the tail, where that wins the draw; -1 elsewhere
+    tail_logits: Array  # [R] float32, its logit
     chosen: Array  # [R] int32: what the sampler will decide
     temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
     failures: dict[RowKey, RequestError] = field(default_factory=dict)  # rows that are not here
@@ -65,6 +65,35 @@ class CandidateRows:
             previous_token_ids=self.previous_token_ids[rows],
             temperatures=self.temperatures[rows] if (self.temperatures[rows] != REQUESTS_OWN).any() else self.temperatures[:0],
         )
+
+
+def new_rows(handles: Array, positions: Array, previous_token_ids: Array) -> CandidateRows:
+    """Rows [R] int32 with one candidate each, token 0, which wins: what a reduction begins with."""
+    count = len(handles)
+    return CandidateRows(
+        handles=handles,
+        positions=positions,
+        previous_token_ids=previous_token_ids,
+        counts=np.ones(count, np.int32),
+        token_ids=np.zeros((count, 1), np.int32),
+        logits=np.zeros((count, 1), np.float32),
+        logsumexp=np.zeros(count, np.float32),
+        num_kept=np.ones(count, np.int32),
+        tail_mass=np.zeros(count),
+        tail_token_ids=np.full(count, -1, np.int32),
+        tail_logits=np.zeros(count, np.float32),
+        chosen=np.zeros(count, np.int32),
+        temperatures=np.full(count, REQUESTS_OWN, np.float32),
+    )
+
+
+def rows_after(prefixes: list[Prefix]) -> CandidateRows:
+    """New rows of the tokens after these prefixes."""
+    return new_rows(
+        np.array([prefix.sequence.handle for prefix in prefixes], np.int32),
+        np.array([prefix.position for prefix in prefixes], np.int32),
+        np.array([prefix.previous_token_id for prefix in prefixes], np.int32),
+    )
 
 
 def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:

@@ -17,8 +17,8 @@ from services.compute.sequence.batch import ScheduledBatch
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens that a step in flight draws. They are on the device, and nobody here knows them
-    yet."""
+    """The tokens that a step in flight draws. They are on the device, and the host does not know
+    them yet."""
 
     token_ids: torch.Tensor  # [R] int64
     rows: dict[RowKey, int]  # which of them each token is

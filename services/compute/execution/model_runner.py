@@ -57,7 +57,7 @@ class Model(Protocol):
 
     @property
     def is_row_invariant(self) -> bool:
-        """Whether a token's bits are the same alone and beside others of its sequence."""
+        """Whether a token's bits are the same alone and in a chunk of its sequence."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Model(Protocol):
         ...
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
-        """Bytes that a step of so many tokens needs, num_logits of which get logits."""
+        """Bytes that a step of so many tokens needs. num_logits: rows that get logits."""
         ...
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:

@@ -1,1 +1,1 @@
-"""Images: their files to pixels, pixels to embeddings, and who waits for those."""
+"""Images: their files to pixels, pixels to embeddings, and the sequences that wait for those."""

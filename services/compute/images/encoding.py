@@ -30,7 +30,7 @@ READ_AHEAD = 2  # images whose pixels are read or wait to be encoded
 
 
 @dataclass(slots=True)
-class Opening:
+class PendingImages:
     """A sequence that waits for its images."""
 
     sequence: Sequence
@@ -62,7 +62,7 @@ class ImageEncoding:
         self.token_bytes = token_bytes
         self.reader: PixelReader | None = None  # until `start`
         self.remote: RemoteEncoder | None = None  # the same
-        self.opening: dict[int, Opening] = {}  # by handle
+        self.opening: dict[int, PendingImages] = {}  # by handle
         self.num_encoded = 0  # images
         self.num_found = 0  # that had been encoded before
         self.seconds = 0.0  # of the encoder
@@ -92,14 +92,14 @@ class ImageEncoding:
         return True
 
     def figures(self) -> dict[str, float]:
-        """For the registry, as Load has them."""
+        """Figures for the registry, by the names of Load's fields."""
         return {
             "images_encoded": self.num_encoded, "images_found": self.num_found, "image_encoder_s": self.seconds, "images_waiting": len(self.opening),
         }  # fmt: skip
 
     def open(self, sequence: Sequence, response_id: str, images: tuple[PromptImage, ...]) -> None:
         """`step` says when the sequence has its images."""
-        self.opening[sequence.handle] = Opening(sequence, response_id, images)
+        self.opening[sequence.handle] = PendingImages(sequence, response_id, images)
 
     def forget(self, handle: int) -> None:
         """The sequence is gone. Unknown handles are passed over."""
@@ -158,7 +158,7 @@ class ImageEncoding:
         for each in sorted(self.opening.values(), key=lambda each: each.order):
             missing = {image.image.key: image.image for image in each.images if image.image.key not in self._embeddings}
             if each.sequence.handle not in self._held:
-                # nobody takes the room that the first of those who wait for some is to have
+                # room is reserved for the first sequence that waits for some
                 is_full = is_full or (bool(missing) and not self._has_room(each))
                 if missing and is_full:
                     continue
@@ -209,7 +209,7 @@ class ImageEncoding:
                 del self.opening[handle]
         return ended
 
-    def _mismatch(self, opening: Opening) -> Invalid | None:
+    def _mismatch(self, opening: PendingImages) -> Invalid | None:
         """An image that became another number of tokens than the prompt has places."""
         for image in opening.images:
             found = self._embeddings.get(image.image.key)
@@ -220,9 +220,9 @@ class ImageEncoding:
     def _wanted(self, key: str) -> bool:
         return any(image.image.key == key for each in self.opening.values() for image in each.images)
 
-    def _has_room(self, opening: Opening) -> bool:
-        """Whether its embeddings fit beside those of others, be they made or not, once what nobody has
-        is dropped. One sequence alone has room."""
+    def _has_room(self, opening: PendingImages) -> bool:
+        """Whether its embeddings fit in addition to those that other sequences hold, made or not, after
+        embeddings that none holds were dropped. One sequence alone has room."""
         held = {key: size for sizes in self._held.values() for key, size in sizes.items()}
         needed = held | {image.image.key: image.num_tokens * self.token_bytes for image in opening.images}
         if held and sum(needed.values()) > self.max_bytes:

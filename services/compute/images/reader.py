@@ -1,4 +1,4 @@
-"""PixelReader: images' files from Redis, and pixels of them, beside the running steps."""
+"""PixelReader: reads images' files from Redis and decodes them to pixels, while steps run."""
 
 import queue
 import subprocess
@@ -24,7 +24,7 @@ log = get_logger("penstock.compute")
 
 TIMEOUT_S = 60.0  # of one image
 START_TIMEOUT_S = 120.0  # until the process has imported what it needs, on a machine that is busy
-NUM_TRIES = 2  # a process that was killed costs nobody a request
+NUM_TRIES = 2  # after a process was killed, its image is read once more
 GONE = "an image of this request is gone: send the request again"
 
 
@@ -68,7 +68,7 @@ class PixelProcess:
             if isinstance(answer, Invalid):
                 raise answer
             return dict(answer)
-        raise Invalid("the image ends the process that reads it", param="messages", code="invalid_image")
+        raise Invalid("the image crashes the process that decodes it", param="messages", code="invalid_image")
 
     def stop(self) -> None:
         process, self._process = self._process, None

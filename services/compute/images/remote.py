@@ -1,7 +1,7 @@
 """RemoteEncoder: embeddings that encoder stages make, and compute reads from Redis.
 
-A question is no obligation: an encoder that dies loses it, and it is asked again. Embeddings are the
-same, whoever makes them, if the fingerprints are.
+A request to an encoder may be lost: if the encoder dies, it is sent again. Encoders with the same
+fingerprint make the same embeddings.
 """
 
 import time
@@ -30,7 +30,7 @@ READ_TTL_S = 5  # of embeddings that were read: for replicas that ask for the sa
 
 
 @dataclass(slots=True)
-class Question:
+class PendingEncode:
     message: EncodeImage
     asked_at: float
     num_tries: int = 1
@@ -44,7 +44,7 @@ class RemoteEncoder:
         self.model = stage.model
         self.fingerprint = fingerprint
         self.given_up: set[str] = set()  # keys of images that no encoder brought
-        self._asked: dict[str, Question] = {}  # by the image's key
+        self._asked: dict[str, PendingEncode] = {}  # by the image's key
         self._encoders: frozenset[str] = frozenset()  # as seen last
         self._polled_at = 0.0
 
@@ -62,12 +62,12 @@ class RemoteEncoder:
         return bool(self._encoders)
 
     def ask(self, response_id: str, image: Image) -> None:
-        question = Question(EncodeImage(response_id, image), time.monotonic())
+        question = PendingEncode(EncodeImage(response_id, image), time.monotonic())
         self._asked[image.key] = question
         self._push([question])
 
     def drop(self, key: str) -> None:
-        """Nobody wants the image any more. Unknown keys are passed over."""
+        """No sequence needs the image any more. Unknown keys are ignored."""
         self._asked.pop(key, None)
         self.given_up.discard(key)
 
@@ -103,7 +103,7 @@ class RemoteEncoder:
             self._asked.clear()
         return has_lost_one
 
-    def _read(self, questions: list[Question]) -> dict[str, tuple[str, Tensor | Invalid]]:
+    def _read(self, questions: list[PendingEncode]) -> dict[str, tuple[str, Tensor | Invalid]]:
         messages = [each.message for each in questions]
         places = [embeddings_key(self.fingerprint, each.image.key) for each in messages]
         refusals = [embeddings_key(self.fingerprint, each.image.key, each.response_id) for each in messages]
@@ -123,7 +123,7 @@ class RemoteEncoder:
 
         self.stage.transport.run(write)
 
-    def _push(self, questions: list[Question]) -> None:
+    def _push(self, questions: list[PendingEncode]) -> None:
         key = wanted_images_key(self.fingerprint)
 
         def write(pipe: Pipeline) -> None:

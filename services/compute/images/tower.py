@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.compute.images.gguf_tower import load_mmproj
+from services.compute.models.library_errors import first_line
 from shared.process.errors import StartupError
 
 TEXT_PARTS = ("language_model", "text_model")
@@ -67,7 +68,7 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, mmproj: P
         from transformers import AutoConfig, AutoModelForImageTextToText
         from transformers.utils import logging
     except ImportError as error:
-        raise StartupError(f"images are seen with the transformers library, which can't be loaded here: {error}") from None
+        raise StartupError(f"images need the transformers library, which can't be loaded here: {error}") from None
     logging.set_verbosity_error()
     try:
         config = without_text(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
@@ -79,7 +80,7 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, mmproj: P
         else:
             model, info = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa"), {"missing_keys": []}
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
-        raise StartupError(f"{folder}: transformers can't load the part that sees images: {(str(error).strip().splitlines() or ['?'])[0]}") from None
+        raise StartupError(f"{folder}: transformers can't load the image encoder: {first_line(error)}") from None
     if missing := sorted(name for name in info["missing_keys"] if not is_of_text(name)):
         raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
     for name in TEXT_PARTS:

@@ -25,7 +25,7 @@ from services.compute.models.decoder import Decoder
 from services.compute.models.library_errors import refusals
 from services.compute.ranks.group.commands import Loaded
 from services.compute.ranks.group.ends import Group, Member
-from services.compute.ranks.place import ALONE, Place, agree_on_blocks, load_decoder, make_runner, open_place, open_stored
+from services.compute.ranks.place import ALONE, Placement, agree_on_blocks, load_decoder, make_runner, open_place, open_stored
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
@@ -120,7 +120,7 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     return is_native(files.config)
 
 
-def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Place = ALONE) -> Model:
+def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement = ALONE) -> Model:
     """The model as the settings want it run, or this place's part of it. max_model_len: of the
     longest sequence, in tokens; None: as many as the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
@@ -170,7 +170,7 @@ def room_for(settings: ComputeSettings, files: ModelFiles) -> Iterator[None]:
 class LoadedModels:
     """The models that all ranks of a group load, each its part: the model, and those that draft for it."""
 
-    place: Place
+    place: Placement
     device: torch.device
     backend: Backend
     model: Model

@@ -88,7 +88,7 @@ def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
 def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
     """The step's reduction has begun. A row that could not be edited gets no PENDING token, and the
     sequence's drafts behind it are dropped."""
-    edited = {row.prefix.key: row.prefix for row in reduction.edited}
+    edited = {prefix.key: prefix for prefix in reduction.prefixes}
     rows: dict[RowKey, Prefix] = {}
     for row in batch.rows:
         prefixes = [edited[key] for key in takewhile(edited.__contains__, row.decides)]
@@ -111,7 +111,7 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
     rows = flight.reduction.finish()
     chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
-    drawn = {} if drawn_ids is None else dict(zip([row.prefix.key for row in flight.reduction.edited], drawn_ids.tolist(), strict=True))
+    drawn = {} if drawn_ids is None else dict(zip([prefix.key for prefix in flight.reduction.prefixes], drawn_ids.tolist(), strict=True))
     kept: set[RowKey] = set()
     decided: dict[int, int] = {}
     failures: dict[int, RequestError] = {}

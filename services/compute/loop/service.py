@@ -32,7 +32,7 @@ from services.compute.loop.flight import Flight, StepInModel, collect, drop_orph
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.sequence import Prefix, Sequence
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.speculation.make import make_proposers
+from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.speculation import Speculation
 from services.compute.telemetry.spans import RequestSpans
 from services.compute.telemetry.step_meter import StepMeter

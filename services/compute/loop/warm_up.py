@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from services.compute.backends.cuda.graphs import MOST_TOKENS, recorded_sizes
+from services.compute.backends.cuda.graphs import MAX_TOKENS, recorded_sizes
 from services.compute.candidates.reduction import reduce
 from services.compute.execution.model_runner import ModelRunner
 from services.compute.sequence import Request, Sequence, Tokens
@@ -41,7 +41,7 @@ def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
 def record_steps(runner: ModelRunner, max_num_seqs: int) -> None:
     """Run a step of every size that is recorded, of up to max_num_seqs sequences."""
     for size in recorded_sizes(max_num_seqs):
-        lens = [1] * min(size, max(max_num_seqs, MOST_TOKENS))
+        lens = [1] * min(size, max(max_num_seqs, MAX_TOKENS))
         for has_holes in (False, True) if runner.model.takes_segments else (False,):
             runner.run(make_step(runner, lens, has_holes=has_holes))
 

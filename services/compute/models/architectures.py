@@ -7,11 +7,43 @@ from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
-from services.compute.models.defaults import DEFAULTS
+from services.compute.models.library_errors import first_line
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import no_rope, read_rope
 from services.compute.models.sizes import check_sizes
 from shared.process.errors import StartupError
+
+# what a config.json leaves out has the default of the model's class in transformers, where that is
+# another than Llama's
+_EPS = {"rms_norm_eps": 1e-5}
+_WINDOW = {"sliding_window": 4096}
+_HEADS = {"head_dim": 128}
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
+_GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Exaone4ForCausalLM": _EPS | _WINDOW,
+    "Gemma2ForCausalLM": _GEMMA | _WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GemmaForCausalLM": _GEMMA,
+    "GptOssForCausalLM": _EPS | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
+    "InternLM3ForCausalLM": _EPS | _HEADS,
+    "MinistralForCausalLM": _WINDOW,
+    "MistralForCausalLM": _WINDOW,
+    "MixtralForCausalLM": _EPS | {"rope_theta": 1_000_000.0},
+    "Olmo2ForCausalLM": _EPS,
+    "Olmo3ForCausalLM": _EPS | _WINDOW | {"rope_theta": 500_000.0},
+    "Phi3ForCausalLM": _EPS,
+    "Qwen2ForCausalLM": _WINDOW,
+    "Qwen2MoeForCausalLM": _WINDOW,
+    "Qwen3ForCausalLM": _HEADS | _WINDOW,
+    "Qwen3MoeForCausalLM": _WINDOW,
+    "Qwen3VLForConditionalGeneration": _HEADS,
+    "SeedOssForCausalLM": _HEADS | {"attention_bias": True},
+    "SmolLM3ForCausalLM": {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+}
+
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 
@@ -56,8 +88,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
-        reason = str(error).partition("\n")[0][:200]
-        raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {first_line(error)}") from None
     share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if share != 1.0 and architecture != "Phi3ForCausalLM":
         raise StartupError(f"partial_rotary_factor {share} is not supported for {architecture}")

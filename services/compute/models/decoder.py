@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, Head, LargestStep, LayerWeights, Wiring, Workspace
+from services.compute.backends.backend import Backend, LargestStep, LayerWeights, LogitsProduct, Wiring, Workspace
 from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
@@ -48,18 +48,18 @@ class ForwardBatch:
     handles: list[int] | None = None  # see AttentionInputs
 
 
-class Rows(Protocol):
-    """A matrix of which some rows are asked for: a tensor, or one in a file."""
+class EmbeddingRows(Protocol):
+    """A matrix that is read by rows: a tensor, or one in a file."""
 
     def __getitem__(self, ids: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: Rows  # [vocab, hidden]; ELSEWHERE: another rank has it
+    embedding: EmbeddingRows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
-    lm_head: Head  # or ELSEWHERE
+    lm_head: LogitsProduct  # or ELSEWHERE
 
 
 class Decoder:
@@ -126,7 +126,7 @@ class Decoder:
         return of_heads * (1 if self.stage is None else self.stage.count)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """From now on what enters these layers of the whole model is kept, of each step; see Taps.
+        """Keep a copy of what enters these layers of the whole model, in each later step; see Taps.
         Ranks that don't speak with other stages keep nothing."""
         self.tapped_layers, own, stage = layers, layers, self.stage
         if stage is not None:
@@ -228,7 +228,7 @@ class Decoder:
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
-        """Bytes that a step of so many tokens needs, num_logits of which get logits."""
+        """Bytes that a step of so many tokens needs. num_logits: rows that get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))

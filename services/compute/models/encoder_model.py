@@ -18,6 +18,7 @@ from transformers.utils import logging
 from services.compute.backends.backend import Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.library_errors import first_line
 from shared.process.errors import StartupError
 
 
@@ -85,7 +86,7 @@ def is_encoder(config: dict[str, Any], folder: Path) -> bool:
         return False
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception:  # whatever config.json leads to: who loads the model says why
+    except Exception:  # any error that config.json leads to: the model's loader reports it
         return False
     return type(found) in AutoModelForMaskedLM._model_mapping and not found.is_encoder_decoder
 
@@ -143,8 +144,7 @@ def _load(kind: Any, folder: Path, backend: TorchBackend) -> Any:
             low_cpu_mem_usage=True, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
-        words = str(error).strip().splitlines()
-        raise StartupError(f"{folder}: transformers can't load the model: {words[0] if words else type(error).__name__}") from None
+        raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None
     # a vector that nothing here asks for
     of_bare = (name for name in info["missing_keys"] if kind is not AutoModel or not name.startswith("pooler."))
     if missing := sorted(of_bare):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 from shared.process.host_memory import is_out_of_memory
 
 LONGEST = 200  # characters of another's error
@@ -28,4 +28,4 @@ def refusals(name: str) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """The error, short enough for one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:LONGEST]
+    return words_of(error)[:LONGEST]

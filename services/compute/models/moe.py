@@ -1,4 +1,4 @@
-"""Mixtures of experts: an MLP of many, of which a router gives each token a few (Shazeer et al.,
+"""Mixtures of experts: many MLPs; a router gives each token a few (Shazeer et al.,
 "Outrageously Large Neural Networks", 2017).
 
 Tokens are grouped by expert, so that an expert's weights are read once a step: here, or by the

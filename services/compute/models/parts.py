@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.compute.backends.backend import Linear, Norms
-from services.compute.models.decoder import Rows
+from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.moe import Expert
 
 
@@ -43,7 +43,7 @@ class LayerParts:
 class ModelParts:
     """decoder.py's ModelWeights, in parts."""
 
-    embedding: Rows | None  # whole: only one rank has it
+    embedding: EmbeddingRows | None  # whole: only one rank has it
     layers: list[LayerParts]  # of the stage
     norm: Tensor  # the last one, whole
     lm_head: Linear | None

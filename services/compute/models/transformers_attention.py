@@ -1,7 +1,7 @@
 """Attention behind transformers' modules instead of its caches: attention over the paged cache of a
 step, and the caches themselves.
 
-Two ways, of which a model takes the first that it can:
+Two ways; a model takes the first that it can:
 
 * **ragged**: its layers call transformers' attention interface, under the name ATTENTION. All tokens of a step are one row; each layer's K and V go to
   their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the library makes its masks, asked for the positions.
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.library_errors import first_line
@@ -74,7 +73,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionTerms:
     """How a layer's attention differs from the plain one."""
 
     scale: float | None
@@ -83,7 +82,7 @@ class Form:
 
 
 class Step(Protocol):
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         """q: [T, heads, k_dim]; k, v: [T, kv_heads, k_dim or v_dim] of the step's tokens. Returns
         [T, heads, v_dim]."""
         ...
@@ -114,7 +113,7 @@ def attend_in_step(
     if not isinstance(attention_mask, MaskRule):
         raise Unsupported("its attention makes masks of its own")
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    form = Form(scaling, terms.get("softcap"), terms.get("s_aux"))
+    form = AttentionTerms(scaling, terms.get("softcap"), terms.get("s_aux"))
     return current_step.get().attend(module.layer_idx, q, k, v, attention_mask, form)[None], None  # type: ignore[arg-type]
 
 
@@ -141,7 +140,7 @@ class PagedLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionBatch:
     """Sequences with the same number of tokens in the step, whose attention is one call."""
 
     rows: Tensor  # [n, queries] int64, of the step's tokens
@@ -156,7 +155,7 @@ class Group:
         return (torch.arange(block_size, device=self.block_lens.device) < self.block_lens[..., None]).flatten(1)[:, None, None]
 
 
-def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[Group]:
+def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[AttentionBatch]:
     """Single tokens together for each power of two of blocks, so that at most half of what a group
     reads is padding; each chunk alone, or each sequence."""
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}  # row and number of each sequence
@@ -177,7 +176,7 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
         assert tables is not None
         offsets = torch.arange(length, device=device)
         groups.append(
-            Group(
+            AttentionBatch(
                 torch.tensor([first for first, _ in each], device=device)[:, None] + offsets,
                 torch.tensor(contexts, device=device)[:, None] - length + offsets,
                 tables,
@@ -190,14 +189,14 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
 class RaggedStep:
     """A step whose sequences stand in one row."""
 
-    def __init__(self, slot_mapping: Tensor, groups: list[Group], layers: dict[int, PagedLayer]) -> None:
+    def __init__(self, slot_mapping: Tensor, groups: list[AttentionBatch], layers: dict[int, PagedLayer]) -> None:
         self.layers = layers
         self.slot_mapping = slot_mapping
         self.groups = groups
         # made once a step, shared by the layers
         self.masks: dict[tuple[MaskRule, int], Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         paged = self.layers[layer]
         paged.write(k, v, self.slot_mapping)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
@@ -229,7 +228,7 @@ class Probe:
     def __init__(self) -> None:
         self.handed: dict[int, Handed] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:  # noqa: ARG002
         if layer in self.handed:
             raise Unsupported(f"its layer {layer} attends more than once")
         asked = torch.tensor(ASKED, device=q.device)
@@ -275,7 +274,7 @@ class PassingCache(Cache):  # type: ignore[misc]
         self.num_new = key_states.shape[2]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """With those of this pass once the layer has handed them over."""
+        """Includes the tokens of this pass once the layer has handed them over."""
         return self.length + (self.num_new if layer_idx in self.shapes else 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -307,3 +306,34 @@ class SequenceCache(PassingCache):
 
 # what a model may ask of these caches
 ANSWERS = frozenset((*vars(PassingCache), *vars(SequenceCache)))
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """softmax(cap(q k^T * scale)) v over the positions that the mask lets each query see.
+
+    q: [n, heads, queries, k_dim]; k: [n, kv_heads, positions, k_dim]; v: [n, kv_heads, positions,
+    v_dim]; mask: [n, 1, queries, positions] bool, True where seen; scale: 1 / sqrt(k_dim) by
+    default; softcap: scores become softcap * tanh(score / softcap) (Gemma 2, section 2); sinks:
+    [heads], one more score in each softmax, without a value (Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", 2023). Returns [n, heads, queries, v_dim] in q's dtype.
+    The query heads that share a KV head are its queries, so K and V are read once.
+    """
+    n, num_heads, num_queries, k_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    grouped = q.reshape(n, num_kv_heads, group * num_queries, k_dim)
+    seen = mask.repeat(1, 1, group, 1)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=scale)
+    else:
+        scores = grouped.float() @ k.float().transpose(2, 3) * (k_dim**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.float().view(1, num_kv_heads, group, 1).repeat_interleave(num_queries, 2)
+            scores = torch.cat([scores, sink.expand(n, -1, -1, -1)], dim=-1)
+        out = (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
+    return out.reshape(n, num_heads, num_queries, v.shape[-1])

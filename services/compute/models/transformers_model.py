@@ -25,7 +25,7 @@ from services.compute.models.transformers_attention import (
     ATTENTION,
     FAR,
     OTHER_STATE,
-    Group,
+    AttentionBatch,
     Handed,
     LayerShape,
     PagedLayer,
@@ -96,12 +96,12 @@ class TransformersModel:
         besides is their own affair."""
         return Workspace(0, num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4))
 
-    def plan(self, batch: ForwardBatch, block_size: int) -> list[Group]:
+    def plan(self, batch: ForwardBatch, block_size: int) -> list[AttentionBatch]:
         """The sequences whose attention is one call, or that are a pass of their own."""
         return group_sequences(batch, block_size, is_each_alone=not self.is_ragged)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, plan: list[Group], kv_layers: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: ForwardBatch, plan: list[AttentionBatch], kv_layers: Sequence[Tensor]) -> Tensor:
         """Write the step's K and V. Returns the logits of the batch's logit_rows, [R, vocab]
         float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
@@ -123,7 +123,7 @@ class TransformersModel:
         """The same as Decoder.states."""
         return torch.cat(self._head_inputs)[torch.searchsorted(self._logit_rows, rows)].float()
 
-    def _run_alone(self, batch: ForwardBatch, group: Group, layers: dict[int, PagedLayer]) -> Tensor:
+    def _run_alone(self, batch: ForwardBatch, group: AttentionBatch, layers: dict[int, PagedLayer]) -> Tensor:
         """A group of one sequence."""
         first, end = int(group.rows[0, 0]), int(group.rows[0, -1]) + 1
         rows = slice(first, end)
@@ -244,7 +244,7 @@ def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerS
     the last are the same, and a cache that says it holds more must change nothing.
     """
     if "position_ids" not in parameters:
-        raise Unsupported("it can't be told positions")
+        raise Unsupported("it takes no position_ids")
     (logits, handed), (others, handed_far) = (run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), PassingCache(length)) for length in (0, FAR))
     pairs = [(logits, others), (logits[:1], logits[2:])]
     for layer, each in handed.items():
@@ -323,5 +323,5 @@ def run_probe(
     if length is None and (not step.handed or step.handed.keys() != cache.shapes.keys()):
         raise Unsupported(KEPT_ELSEWHERE)
     if not bool(logits.isfinite().all()):
-        raise Unsupported("its logits are no finite numbers")
+        raise Unsupported("its logits are not finite")
     return logits, step.handed

@@ -1,4 +1,4 @@
-"""Place: a process' place among those that are one replica, and what it loads there."""
+"""Placement: a process' place among those that are one replica, and what it loads there."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.choose import context_of, has_same_columns, ranks_of_host
-from services.compute.backends.cpu.moving import move_in, move_out
+from services.compute.backends.cpu.linear import move_in, move_out
 from services.compute.backends.gathered import ELSEWHERE
 from services.compute.backends.host_memory import shared_memory
 from services.compute.cache.kv_cache import KVCache
@@ -22,13 +22,12 @@ from services.compute.execution.executor import DrawnTokens
 from services.compute.execution.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.models.rank import config_of_rank, cut_of, weights_of_rank
-from services.compute.models.sharded import linears_to_keep, sharded_layer
+from services.compute.models.rank import config_of_rank, cut_of, linears_to_keep, sharded_layer, weights_of_rank
 from services.compute.ranks.group.commands import (
-    CacheSize,
+    BlockCount,
     FindBlocks,
     FoundBlocks,
-    Kept,
+    KeptLayers,
     LoadBlocks,
     Rendezvous,
     RoomFor,
@@ -46,7 +45,7 @@ from services.compute.ranks.parallel.share import WHOLE, Portion, Share, check_s
 from services.compute.ranks.parallel.stage import PipelineStage
 from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.loader import load_parts, load_weights, whole_layer
-from shared.process.errors import StartupError, Unready
+from shared.process.errors import StartupError, Unready, words_of
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings, split_place
 from shared.process.telemetry import get_logger
@@ -55,7 +54,7 @@ log = get_logger("penstock.compute")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Alone, or one of several ranks. Rank 0 tells the others what to run."""
 
     ranks: Ranks | None = None  # that divide this stage's layers; None: this one has them whole
@@ -86,17 +85,17 @@ class Place:
         return replace(self.stage, layers=tuple(layers_of_stage(number, count, config.num_layers, head) for number in range(count)))
 
 
-ALONE = Place()
+ALONE = Placement()
 
 
-def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Place:
+def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member | None) -> Placement:
     """This process' place in its group, connected to the others. end: None, there is no group. Raises
     StartupError."""
     if end is None:
         return ALONE
     check_group(settings, backend)
     if settings.shard_weights:
-        return Place(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
+        return Placement(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu" and size > 1:
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
@@ -116,7 +115,7 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
         if end.rank % size == 0:
             pipe = Pipe(world, range(0, size * count, size), backend.device)
         stage = PipelineStage(number, count, pipe)
-    return Place(ranks, stage, end.send if isinstance(end, Group) else None)
+    return Placement(ranks, stage, end.send if isinstance(end, Group) else None)
 
 
 def check_group(settings: ComputeSettings, backend: Backend) -> None:
@@ -150,22 +149,21 @@ def connect(settings: ComputeSettings, device: torch.device, end: Group | Member
             refuse_shared_device(store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
         return meet_at(store, end.rank, settings.num_ranks, device, wait)
     except (OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise Unready(f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: {reason}") from None
+        raise Unready(f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: {words_of(error)}") from None
 
 
 def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
     """The blocks of the KV cache that all ranks have, given how many fit on this one."""
     if isinstance(end, Member):
         end.answer(RoomFor(num_blocks))
-        agreed: CacheSize = end.hear()
+        agreed: BlockCount = end.hear()
         return agreed.num_blocks
     found: int = min(num_blocks, *(end.receive(peer.rank).num_blocks for peer in end.peers))
-    end.send(CacheSize(found))
+    end.send(BlockCount(found))
     return found
 
 
-def load_decoder(place: Place, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+def load_decoder(place: Placement, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
     """A model, or this place's part of it. number: of the model among those of the replica; packing:
     load_weights'. Raises StartupError."""
     if place.is_alone:
@@ -193,7 +191,7 @@ def load_decoder(place: Place, number: int, location: Path, config: ModelConfig,
 
 
 def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
-    """Rank 0's whole model, of which others keep parts; or another rank's, which has no layers and sends
+    """Rank 0's whole model, whose parts the others keep; or another rank's, which has no layers and sends
     what it keeps. Raises StartupError."""
     if config.moe is not None:
         raise StartupError("--shard-weights: a mixture of experts is not sent layer by layer; without it, --tensor-parallel-size divides the experts")
@@ -206,7 +204,7 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
         kept = []
         while parts.layers:  # each is freed when its bytes have moved
             kept.append(move_out(linears_to_keep(parts.layers.pop(0), config)))
-        send_bytes(shards, encode(Kept(tuple(outline for outline, _ in kept))))
+        send_bytes(shards, encode(KeptLayers(tuple(outline for outline, _ in kept))))
         nothing = ModelWeights(ELSEWHERE, [], parts.norm, ELSEWHERE)
         return Decoder(config_of_rank(config, WHOLE, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept]))
     assert parts.embedding is not None and parts.lm_head is not None
@@ -220,7 +218,7 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
 
 
 def make_runner(
-    place: Place, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
+    place: Placement, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
 ) -> ModelRunner:  # fmt: skip
     """The runner of a model, or of this place's part: rank 0's tells the others each step. images:
     ModelRunner's."""
@@ -246,7 +244,7 @@ class LeadingRunner(ModelRunner):
 
 def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None) -> BlockStore | None:
     """The copies of the cache's blocks that --kv-disk asks for, of all ranks that have a part of the
-    cache; None: nobody asks. Raises StartupError."""
+    cache; None if it is not set. Raises StartupError."""
     has_parts = end is not None and not settings.shard_weights
     if settings.kv_disk is None or not settings.prefix_caching or (isinstance(end, Member) and not has_parts):
         return None

@@ -19,7 +19,7 @@ from services.compute.speculation.margins import Margins, margins_of
 from services.compute.speculation.proposer import Drafts, Wanted
 
 # that all of a chain stands, below which no more is drafted behind it
-LEAST_CHANCE = 0.7
+MIN_CHANCE = 0.7
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Chain:
 
     sequence: Sequence
     num_tokens: int  # of the sequence, without drafts
-    most: int  # drafts
+    max_drafts: int
     levels: list[int] = field(default_factory=list)  # of the drafts: see Margins
     chance: float = 1.0  # that all stand
 
@@ -67,15 +67,15 @@ class ChainProposer:
         self._levels: dict[int, list[int]] = {}  # of the last chain, by handle
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        chains = {handle: self._chain(each.sequence, each.most) for handle, each in wanted.items()}
+        chains = {handle: self._chain(each.sequence, each.max_drafts) for handle, each in wanted.items()}
         try:
-            rows = self._first_rows([chain for chain in chains.values() if chain.most > 0])
+            rows = self._first_rows([chain for chain in chains.values() if chain.max_drafts > 0])
             while rows:
                 going = [chains[handle] for handle in self._step(chains, rows)]
                 rows = [
                     chain.row(len(chain.sequence.tokens) - 1, len(chain.sequence.tokens))
                     for chain in going
-                    if len(chain.levels) < chain.most and chain.chance >= LEAST_CHANCE
+                    if len(chain.levels) < chain.max_drafts and chain.chance >= MIN_CHANCE
                 ]
             found = {handle: chain for handle, chain in chains.items() if chain.levels}
             self._levels.update({handle: chain.levels for handle, chain in found.items()})
@@ -93,8 +93,8 @@ class ChainProposer:
     def forget(self, handle: int) -> None:
         self._levels.pop(handle, None)
 
-    def _chain(self, sequence: Sequence, most: int) -> Chain:
-        return Chain(sequence, len(sequence.tokens), min(most, self.max_model_len - len(sequence.tokens)))
+    def _chain(self, sequence: Sequence, max_drafts: int) -> Chain:
+        return Chain(sequence, len(sequence.tokens), min(max_drafts, self.max_model_len - len(sequence.tokens)))
 
     def _first_rows(self, chains: list[Chain]) -> list[BatchRow]:
         """The tokens of each sequence that the model has not read yet, while the budget lasts: mostly its last

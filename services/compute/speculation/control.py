@@ -20,14 +20,14 @@ FIRST_SHARE = 0.087  # of a step's fixed time that one token more takes: until i
 FLOOR_SHARE = 0.002  # the least that a measurement may say
 MARGIN = 1.03  # tokens per second must be so much more than without drafts
 MAX_DELAY = 0.25  # of a step, for sequences in it that have no drafts
-FIRST_CHANCE, FIRST_WEIGHT = 0.5, 4.0  # of what nobody has tried, and in tries how much that counts
+FIRST_CHANCE, FIRST_WEIGHT = 0.5, 4.0  # assumed before the first try, and how many tries that counts as
 SURE_CHANCE = 0.75  # the same of a model that drafts as far as it is sure
 FORGET_OWN, FORGET_ALL = 0.95, 0.99  # with each draft, of a sequence and of all
 FADE_OWN, FADE_ALL = 0.98, 0.99  # with each draft that is not taken: circumstances change
 MAX_KINDS = 256  # of proposer and grade
 
 
-class Kind(NamedTuple):
+class DraftKind(NamedTuple):
     """A proposer and its grade. Drafts of one kind are expected to stand equally often."""
 
     name: str  # of the proposer
@@ -60,7 +60,7 @@ class StepTime:
         self._gram = np.zeros((3, 3))
         self._moment = np.zeros(3)
         self._last_s = 0.0
-        self._fitted: tuple[float, float, float] | None = None  # None: steps have come since; most steps nobody asks after
+        self._fitted: tuple[float, float, float] | None = None  # None: stale; computed again on demand
 
     def observe(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         row = np.array([1.0, num_tokens, has_drafts]) / seconds
@@ -100,15 +100,15 @@ class StepTime:
 
 
 @dataclass(slots=True)
-class Control:
+class DraftControl:
     """Decides how many of the drafts that are offered a step computes."""
 
     sure: frozenset[str] = frozenset()  # names of proposers that run a model, and only as far as it is sure
     step_time: StepTime = field(default_factory=StepTime)
-    _of_all: dict[Kind, Tries] = field(default_factory=dict)
-    _own: dict[int, dict[Kind, Tries]] = field(default_factory=dict)  # by handle
+    _of_all: dict[DraftKind, Tries] = field(default_factory=dict)
+    _own: dict[int, dict[DraftKind, Tries]] = field(default_factory=dict)  # by handle
 
-    def chance(self, handle: int, kind: Kind) -> float:
+    def chance(self, handle: int, kind: DraftKind) -> float:
         """The chance that a draft of this kind stands, if all drafts before it do."""
         of_all, first = self._of_all.get(kind), SURE_CHANCE if kind.name in self.sure else FIRST_CHANCE
         if of_all is not None:
@@ -116,7 +116,7 @@ class Control:
         own = self._own.get(handle, {}).get(kind)
         return first if own is None else own.chance(first)
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]:
         """How many of the drafts that are offered pay, by handle, for some. offers: their kind, and
         how many; num_decodes: sequences that get a token of the step."""
         time = self.step_time
@@ -138,17 +138,17 @@ class Control:
                 self._fade(handle, kind)
         return chosen
 
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int:
         """How many drafts each of these sequences is to be asked for, where they take draft_s
         seconds for each place, all sequences together; 0: they do not pay."""
-        time, kind = self.step_time, Kind(name, 0)
+        time, kind = self.step_time, DraftKind(name, 0)
         if not time.is_known or not handles:
             return 0
         alone_s = time.seconds(num_decodes)
         chances = [self.chance(handle, kind) for handle in handles]
         tokens, seconds = float(num_decodes), alone_s + time.drafting_s
         best, best_rate = 0, MARGIN * num_decodes / alone_s
-        for length in range(1, most + 1):
+        for length in range(1, max_drafts + 1):
             tokens += sum(chance**length for chance in chances)
             seconds += len(handles) * time.per_token_s + draft_s
             if tokens / seconds > best_rate:
@@ -158,7 +158,7 @@ class Control:
                 self._fade(handle, kind)
         return best
 
-    def learn(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
+    def learn(self, handle: int, kind: DraftKind, offered: int, stood: int) -> None:
         """Count the drafts that a step computed, and those of them that stood."""
         tried = min(offered, stood + 1)
         if len(self._of_all) < MAX_KINDS:
@@ -175,12 +175,12 @@ class Control:
     def forget(self, handle: int) -> None:
         self._own.pop(handle, None)
 
-    def _in_order(self, offers: Mapping[int, tuple[Kind, int]]) -> list[tuple[float, int]]:
+    def _in_order(self, offers: Mapping[int, tuple[DraftKind, int]]) -> list[tuple[float, int]]:
         """The chance of each draft to stand with all before it, the best first; and whose it is."""
         chances = [(self.chance(handle, kind), handle, count) for handle, (kind, count) in offers.items()]
         return sorted([(chance**place, handle) for chance, handle, count in chances for place in range(1, count + 1)], reverse=True)
 
-    def _fade(self, handle: int, kind: Kind) -> None:
+    def _fade(self, handle: int, kind: DraftKind) -> None:
         if (of_all := self._of_all.get(kind)) is not None:
             of_all.fade(FADE_ALL)
         if (own := self._own.get(handle, {}).get(kind)) is not None:

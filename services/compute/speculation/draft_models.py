@@ -12,7 +12,7 @@ from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
-from services.compute.ranks.place import ALONE, Place, load_decoder, make_runner
+from services.compute.ranks.place import ALONE, Placement, load_decoder, make_runner
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import DraftKV, OwnKV, TargetKV
 from services.compute.weights.loader import check_quantizable, open_source
@@ -20,7 +20,7 @@ from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 
-LEAST_SHARED = 0.99  # of two vocabularies, for drafts of one to be worth the other's while
+MIN_SHARED = 0.99  # of two vocabularies, for drafts of one to be worth the other's while
 # what decides where and how a key or a value is stored
 SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_of_layer", "sliding_windows")
 
@@ -39,7 +39,7 @@ class DraftModel:
 
 
 def load_draft_models(
-    names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Place = ALONE,
+    names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None, place: Placement = ALONE,
 ) -> list[DraftModel]:  # fmt: skip
     """The models that --speculate names, or this place's parts of them; the target is number 0. files,
     model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError."""
@@ -52,7 +52,7 @@ def load_draft_models(
     return found
 
 
-def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None, place: Place) -> Decoder:
+def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None, place: Placement) -> Decoder:
     """The target's layers in four bits: rounded to nearest as they are read, or as `penstock
     quantize` left them."""
     config = read_config(files.config, limit)
@@ -77,11 +77,12 @@ def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limi
     return draft
 
 
-def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None, place: Place, number: int) -> DraftModel:
+def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None, place: Placement, number: int) -> DraftModel:
     """The model of --draft-model, which has the target's vocabulary. number: among the replica's."""
     found = open_model(path, weights=True)
     if architecture_of(found.config) not in ARCHITECTURES:
-        raise StartupError(f"--draft-model {path}: a {architecture_of(found.config)} does not run on our own executor, and only what does can draft")
+        name = architecture_of(found.config)
+        raise StartupError(f"--draft-model {path}: {name} has no native implementation, which a draft model needs")
     check_tokenizer(path, found, files)
     config = read_config(found.config, limit)
     return DraftModel("draft", load_decoder(place, number, found.weights, config, backend), found.max_model_len)
@@ -92,11 +93,11 @@ def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
     model."""
     ours, theirs = (Tokenizer.from_file(str(each.folder / "tokenizer.json")).get_vocab(with_added_tokens=True) for each in (files, found))
     num_same = sum(theirs.get(token) == token_id for token, token_id in ours.items())
-    if num_same < LEAST_SHARED * max(len(ours), len(theirs)):
+    if num_same < MIN_SHARED * max(len(ours), len(theirs)):
         raise StartupError(f"--draft-model {path}: its tokenizer does not fit that of {files.name}: {num_same} of {len(ours)} tokens are the same")
 
 
-def make_draft_runner(draft: DraftModel, number: int, target: ModelRunner, settings: ComputeSettings, place: Place) -> ModelRunner:
+def make_draft_runner(draft: DraftModel, number: int, target: ModelRunner, settings: ComputeSettings, place: Placement) -> ModelRunner:
     """The runner of a draft model, on the target's cache or on its own, of as many blocks. number:
     among the replica's models."""
     cache, config = target.kv_cache, draft.model.config

@@ -18,16 +18,16 @@ from services.compute.cache.kv_cache import KVCache
 from services.compute.execution.executor import Executor
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow, ScheduledBatch
-from services.compute.speculation.eagle_head import EagleHead, Places
+from services.compute.speculation.eagle_head import EagleChunk, EagleHead
 from services.compute.speculation.medusa import AT_ONCE, guess
 from services.compute.speculation.proposer import Drafts, Wanted
 
 # that a chain stands, as the head has it, below which no more is drafted: a place more costs the
 # head's run and a token of the step
-LEAST_CHANCE = 0.2
-MOST_UNREAD = 16  # places of a sequence that wait for drafts to be wanted; more are read at once
-# sequences of which states are kept: a chunk in flight may be of one that has just been forgotten
-MOST_SEQUENCES = 1024
+MIN_CHANCE = 0.2
+MAX_UNREAD = 16  # places of a sequence that wait for drafts to be wanted; more are read at once
+# sequences whose states are kept: a chunk in flight may be of one that has just been forgotten
+MAX_SEQUENCES = 1024
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Draft:
     """A chain on its way."""
 
     sequence: Sequence
-    most: int  # tokens
+    max_drafts: int
     token_ids: list[int] = field(default_factory=list)
     chance: float = 1.0  # that all stand, as the head has it
     is_over: bool = False
@@ -69,11 +69,11 @@ class Draft:
     def add(self, token_id: int, chance: float) -> None:
         self.chance *= chance
         ends = token_id in self.sequence.request.end_token_ids
-        if ends or not self.chance >= LEAST_CHANCE:
+        if ends or not self.chance >= MIN_CHANCE:
             self.is_over = True
             return
         self.token_ids.append(token_id)
-        self.is_over = len(self.token_ids) == self.most
+        self.is_over = len(self.token_ids) == self.max_drafts
 
 
 class EagleProposer:
@@ -112,7 +112,7 @@ class EagleProposer:
             found = torch.split(self.executor.tapped_states(batch, hidden, places), [count for _, count in parts])
             for (row, _), states in zip(parts, found, strict=True):
                 self._hear(row, states)
-            many = [unread for row, _ in parts if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MOST_UNREAD]
+            many = [unread for row, _ in parts if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MAX_UNREAD]
             for at in range(0, len(many), AT_ONCE):
                 self._read(many[at : at + AT_ONCE])
 
@@ -138,23 +138,23 @@ class EagleProposer:
             unread = Unread(row.num_computed_tokens, row.block_table)
         unread.add(row, states.clone())
         self._unread[row.handle] = unread  # the last, now
-        if len(self._unread) > MOST_SEQUENCES:
+        if len(self._unread) > MAX_SEQUENCES:
             del self._unread[next(iter(self._unread))]
 
     def _read(self, some: list[Unread]) -> None:
         """Write keys and values of all places whose next token is known: all but the last."""
-        places = [Places(each.first, each.token_ids[1:], each.block_table) for each in some]
+        places = [EagleChunk(each.first, each.token_ids[1:], each.block_table) for each in some]
         states = self.head.fuse(torch.cat([torch.cat(each.states)[:-1] for each in some]))
         self.head.write(places, states, self.kv_cache.layers[0], self.kv_cache.block_size)
         for each in some:
             each.drop(len(each.token_ids) - 1)
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
-        chains = [Draft(each.sequence, each.most) for each in wanted]
+        chains = [Draft(each.sequence, each.max_drafts) for each in wanted]
         unread = [self._unread[each.sequence.handle] for each in wanted]
         states = self.head.fuse(torch.cat([state for each in unread for state in each.states]))
         places = [
-            Places(each.first, [*each.token_ids[1:], chain.sequence.tokens.ids[-1]], chain.sequence.kv.block_table)
+            EagleChunk(each.first, [*each.token_ids[1:], chain.sequence.tokens.ids[-1]], chain.sequence.kv.block_table)
             for each, chain in zip(unread, chains, strict=True)
         ]
         for each in unread:
@@ -166,12 +166,12 @@ class EagleProposer:
             is_going = [number for number, chain in enumerate(going) if not chain.is_over]
             going, places = [going[number] for number in is_going], [places[number] for number in is_going]
             places = [
-                Places(each.first + len(each.token_ids), chain.token_ids[-1:], each.block_table) for each, chain in zip(places, going, strict=True)
+                EagleChunk(each.first + len(each.token_ids), chain.token_ids[-1:], each.block_table) for each, chain in zip(places, going, strict=True)
             ]  # fmt: skip
             states = self.head.next_states(results[is_going])
         return {chain.sequence.handle: Drafts(chain.token_ids) for chain in chains if chain.token_ids}
 
-    def _run(self, places: list[Places], states: Tensor) -> Tensor:
+    def _run(self, places: list[EagleChunk], states: Tensor) -> Tensor:
         """The results at the last place of each sequence."""
         results = self.head.run(places, states, self.kv_cache.layers[0], self.kv_cache.block_size)
         ends = torch.tensor([len(each.token_ids) for each in places]).cumsum(0) - 1

@@ -19,19 +19,20 @@ from torch import Tensor
 
 from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig
+from services.compute.models.library_errors import first_line
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 
 PICKLE = "pytorch_model.bin"
 PREFIXES = re.compile(r"^(model\.)?(midlayer\.|layers\.0\.)?")
-# what a file may hold beside the head: tables that the config gives too, and parts of the target
+# what a file may hold in addition to the head: tables that the config gives too, and parts of the target
 LEFT_OUT = re.compile(r"(self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 NAMES = re.compile(
     r"fc\.weight|input_norm\.weight|fc_norm\.\d+\.weight|(input_layernorm|hidden_norm|post_attention_layernorm|norm)\.weight|d2t|t2d"
     r"|self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.weight|lm_head\.weight|embed_tokens\.weight"
 )
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MOST_TAPS = 16
+MAX_TAPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,12 @@ def read_eagle(folder: Path, config: Mapping[str, Any], target: ModelConfig, dty
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle, of which nothing else is taken, and nothing is run. Raises
+    """The tensors of a pickle. Nothing else is read from it, and nothing is run. Raises
     StartupError."""
     try:
         held: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"{file}: it can't be read as plain tensors: {str(error).partition(chr(10))[0][:200]}") from None
+        raise StartupError(f"{file}: it can't be read as plain tensors: {first_line(error)}") from None
     if not isinstance(held, dict) or not all(isinstance(name, str) and isinstance(each, Tensor) for name, each in held.items()):
         raise StartupError(f"{file}: it holds other things than tensors by name")
     return held
@@ -88,7 +89,7 @@ def read_taps(folder: Path, config: Mapping[str, Any], num_layers: int) -> tuple
     """
     within = config.get("eagle_config")
     found: Any = config.get(LAYER_IDS) or (within.get(LAYER_IDS) if isinstance(within, dict) else None) or [2, num_layers // 2, num_layers - 3]
-    if not isinstance(found, list) or not 0 < len(found) <= MOST_TAPS or not all(type(each) is int for each in found):
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_TAPS or not all(type(each) is int for each in found):
         raise StartupError(f"--heads {folder}: {LAYER_IDS} is {str(found)[:80]}, not a list of layers")
     taps = tuple(each + (found[0] == 1) for each in found)
     if min(taps) < 0 or max(taps) > num_layers:

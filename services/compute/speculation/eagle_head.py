@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, Head, LargestStep, Workspace
+from services.compute.backends.backend import Backend, LargestStep, LogitsProduct, Workspace
 from services.compute.backends.gathered import own_of
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.models.decoder import Rows
+from services.compute.models.decoder import EmbeddingRows
 from services.compute.speculation.eagle_file import EagleWeights
 from services.compute.speculation.medusa import AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class EagleChunk:
     """A sequence's part of a step of the layer: the tokens behind some of its places."""
 
     first: int  # of the places, in the sequence
@@ -34,7 +34,7 @@ class Places:
 class EagleHead:
     """A head on a backend. Its cache has the target's blocks, of one layer."""
 
-    def __init__(self, weights: EagleWeights, embedding: Rows, own_head: Head, vocab_size: int, backend: Backend) -> None:
+    def __init__(self, weights: EagleWeights, embedding: EmbeddingRows, own_head: LogitsProduct, vocab_size: int, backend: Backend) -> None:
         """embedding, own_head: the target's, for a head that brings none; vocab_size: of the
         latter."""
         self.config, self.backend = weights.config, backend
@@ -81,14 +81,14 @@ class EagleHead:
         return self.fc(torch.cat(parts, -1))
 
     @torch.inference_mode()
-    def write(self, places: Sequence[Places], states: Tensor, kv: Tensor, block_size: int) -> None:
+    def write(self, places: Sequence[EagleChunk], states: Tensor, kv: Tensor, block_size: int) -> None:
         """Write keys and values of these places, and compute nothing else of them. states: [T,
         hidden]; kv: the cache."""
         # attention writes all that it is given; each place looks at one key, for it has to look
         self._attend(places, self._beside(places, states)[0], kv, block_size, looks=False)
 
     @torch.inference_mode()
-    def run(self, places: Sequence[Places], states: Tensor, kv: Tensor, block_size: int) -> Tensor:
+    def run(self, places: Sequence[EagleChunk], states: Tensor, kv: Tensor, block_size: int) -> Tensor:
         """The layer's results, [T, hidden], on all that the cache has of each sequence up to each
         place. states: [T, hidden]; kv: the cache, where theirs is written."""
         qkv, residual = self._beside(places, states)
@@ -106,7 +106,7 @@ class EagleHead:
         """The states of the places behind those of some results, [R, hidden]."""
         return self._norm(results, "norm") if self.has_normed_output else results
 
-    def _beside(self, places: Sequence[Places], states: Tensor) -> tuple[Tensor, Tensor]:
+    def _beside(self, places: Sequence[EagleChunk], states: Tensor) -> tuple[Tensor, Tensor]:
         """q, k and v of the places, and what the layer adds to."""
         token_ids = self.backend.buffers.fill("eagle tokens", [token_id for each in places for token_id in each.token_ids])
         self.backend.buffers.upload()
@@ -114,7 +114,7 @@ class EagleHead:
         x = torch.cat([self._norm(self.embedding[token_ids], "input_layernorm"), normed], -1)
         return self.qkv(x), normed if self.has_normed_residual else states
 
-    def _attend(self, places: Sequence[Places], qkv: Tensor, kv: Tensor, block_size: int, *, looks: bool = True) -> Tensor:
+    def _attend(self, places: Sequence[EagleChunk], qkv: Tensor, kv: Tensor, block_size: int, *, looks: bool = True) -> Tensor:
         positions = [each.first + number for each in places for number in range(len(each.token_ids))]
         slots = [
             each.block_table[place // block_size] * block_size + place % block_size
@@ -144,6 +144,6 @@ def _bias(tensors: dict[str, Tensor], name: str) -> Tensor:
     return tensors.get(f"self_attn.{name}_proj.bias", weight.new_zeros(len(weight)))
 
 
-def _are_equal(own: Tensor, embedding: Rows) -> bool:
+def _are_equal(own: Tensor, embedding: EmbeddingRows) -> bool:
     """Whether a head's embedding need not be kept, because it is the target's."""
     return isinstance(embedding, Tensor) and own.dtype == embedding.dtype and torch.equal(own, embedding)

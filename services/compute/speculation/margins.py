@@ -9,10 +9,11 @@ from bisect import bisect_right
 
 import numpy as np
 
+from services.compute.candidates.draw import draws_of
 from services.compute.candidates.reduction import Reduction
 from services.compute.candidates.rows import CandidateRows
 from shared.model.arrays import Array
-from shared.model.decision import Draws, weigh
+from shared.model.decision import weigh
 
 BORDERS = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # of levels, in logits
 NUM_LEVELS = len(BORDERS) + 1
@@ -33,7 +34,7 @@ class Margins:
         return bisect_right(BORDERS, margin)
 
     def chance(self, level: int) -> float:
-        """That a draft of this level stands, if those before it do."""
+        """The probability that a draft of this level stands, if those before it do."""
         return self._stood[level] / self._tried[level]
 
     def learn(self, levels: list[int], num_stood: int) -> None:
@@ -48,27 +49,21 @@ class Margins:
 
 
 def margins_of(reduction: Reduction, rows: CandidateRows) -> list[float]:
-    """The margin of each row's token, in logits at temperature 1: the gap to the runner-up, noise
-    and all. Where a row of the reduction has failed, 0 for all."""
-    params = reduction.wanted.params
+    """The margin of each row's token, in logits at temperature 1: the gap to the runner-up, with the
+    noise. Where a row of the reduction has failed, 0 for all."""
+    wanted = reduction.wanted
     margins = np.zeros(len(rows.handles))
-    if len(params) != len(margins):
+    if len(wanted.params) != len(margins):
         return margins.tolist()
-    greedy = np.array([row for row, each in enumerate(params) if each.is_greedy], np.int64)
+    is_greedy = np.array([each.is_greedy for each in wanted.params], bool)
+    greedy, random = np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy)
     if len(greedy):
-        some = reduction.logits if len(greedy) == len(params) else reduction.logits[greedy]
+        some = reduction.logits if len(greedy) == len(margins) else reduction.logits[greedy]
         margins[greedy] = gaps(reduction.search.find_largest(some, 2)[0])
-    random = np.array([row for row, each in enumerate(params) if not each.is_greedy], np.int64)
     if len(random):
-        temperatures = np.array([params[row].temperature for row in random])
-        wanted = reduction.wanted
-        shifted, u = weigh(
-            Draws(
-                rows.logits[random], rows.token_ids[random], rows.num_kept[random], rows.tail_mass[random], temperatures, wanted.seeds[random],
-                wanted.positions[random],
-            )
-        )  # fmt: skip
-        margins[random] = temperatures * gaps(shifted - np.log(-np.log(u)))
+        draws = draws_of(rows, wanted).only(random)
+        shifted, u = weigh(draws)
+        margins[random] = draws.temperatures * gaps(shifted - np.log(-np.log(u)))
     return margins.tolist()
 
 

@@ -1,5 +1,5 @@
 """Drafts by Medusa heads (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with
-Multiple Decoding Heads", 2024): from the hidden state of which the model's head draws a token, head
+Multiple Decoding Heads", 2024): from the hidden state that the model's head draws a token of, head
 i guesses the token i + 1 places after it.
 
 A head sees no draft before its own, so it gives the tokens that are likely there on the average.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from services.compute.backends.backend import Backend, Head, RowSearch, Workspace
+from services.compute.backends.backend import Backend, LogitsProduct, RowSearch, Workspace
 from services.compute.backends.matrix import Dense
 from services.compute.candidates.reduction import LISTED
 from services.compute.candidates.truncation import cumulative_mass, kept_count
@@ -35,12 +35,12 @@ MIN_CHANCE = 0.15  # that the heads give a chain to stand as far as a draft; one
 class MedusaHeads:
     """Heads on a backend."""
 
-    def __init__(self, weights: HeadWeights, own_head: Head, vocab_size: int, backend: Backend) -> None:
+    def __init__(self, weights: HeadWeights, own_head: LogitsProduct, vocab_size: int, backend: Backend) -> None:
         """own_head: the model's, for heads that bring none; vocab_size: of that one."""
         self.dtype = backend.dtype
         self.num_rows = len(weights.lm_heads[0]) if weights.lm_heads else vocab_size
         self.blocks = [[backend.make_linear(Dense(weight), bias) for weight, bias in head] for head in weights.blocks]
-        self.lm_heads: list[Head] = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [own_head]
+        self.lm_heads: list[LogitsProduct] = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [own_head]
         self.token_ids = None if weights.token_ids is None else weights.token_ids.numpy()
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class MedusaProposer:
         self._states.pop(handle, None)
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
-        depth = min(len(self.heads), max(each.most for each in wanted))
+        depth = min(len(self.heads), max(each.max_drafts for each in wanted))
         states = torch.stack([self._states[each.sequence.handle].state for each in wanted])
         logits = self.heads.logits(states, depth)
         positions = [each.sequence.next_position + number for each in wanted for number in range(depth)]
@@ -121,7 +121,7 @@ class MedusaProposer:
         chances = guessed.chances.reshape(-1, depth).cumprod(1)
         lengths = (chances >= MIN_CHANCE).sum(1).tolist()
         found = zip(wanted, guessed.token_ids.reshape(-1, depth).tolist(), lengths, strict=True)
-        return {each.sequence.handle: Drafts(token_ids[: min(length, each.most)]) for each, token_ids, length in found if length}
+        return {each.sequence.handle: Drafts(token_ids[: min(length, each.max_drafts)]) for each, token_ids, length in found if length}
 
 
 @dataclass(frozen=True, slots=True)

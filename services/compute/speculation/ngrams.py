@@ -55,9 +55,9 @@ class NgramIndex:
         place = self._singles[context[-1] & self._mask]
         return (place, self._match(context, place)) if self._is_held(place) and self._tokens[place & self._mask] == context[-1] else (-1, 0)
 
-    def read(self, place: int, most: int) -> list[int]:
+    def read(self, place: int, max_drafts: int) -> list[int]:
         """The tokens behind a place, as far as they are of one text."""
-        tokens = [self._tokens[each & self._mask] for each in range(place + 1, min(place + 1 + most, self.num_added))]
+        tokens = [self._tokens[each & self._mask] for each in range(place + 1, min(place + 1 + max_drafts, self.num_added))]
         return tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
 
     def _is_held(self, place: int) -> bool:

@@ -1,4 +1,4 @@
-"""Proposer: whoever guesses the next tokens of a sequence, for one step to compute at once.
+"""Proposer: guesses the next tokens of a sequence, for one step to compute at once.
 
 A guess decides nothing. The step computes every position that the drafts reach, each position's
 token is drawn as ever, with its own noise, and the drafts stand as far as they are what was drawn.
@@ -28,12 +28,12 @@ class Wanted:
     """A sequence for which drafts pay, and how many of them at most.
 
     All its tokens are known, none is PENDING, and all but the last are computed. Its block table has
-    slots for that one and for `most` tokens behind it: what a proposer writes there of a cache of the
+    slots for that one and for `max_drafts` tokens behind it: what a proposer writes there of a cache of the
     same shape, the step writes again. No copy of its blocks is outstanding.
     """
 
     sequence: Sequence
-    most: int  # tokens, at least 1
+    max_drafts: int  # at least 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """As --speculate and the metrics have it."""
+        """The proposer's name in --speculate and in metrics."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class Proposer(Protocol):
 
     @property
     def runs_model(self) -> bool:
-        """Whether `propose` takes long enough that it is asked only where nobody else has drafts
+        """Whether `propose` takes long enough that it is asked only where no other proposer has drafts
         that pay, and where its own time is measured to pay, too."""
         ...
 
@@ -76,7 +76,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        """Drafts by handle, for some of those that are wanted; none for who has no guess."""
+        """Drafts by handle, for some of the sequences; none where it has no guess."""
         ...
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Speculation: who is asked for drafts, which of them a step computes, and what became of them.
+"""Speculation: which proposers are asked for drafts, which drafts a step computes, and how many stood.
 
 See proposer.py for what drafts are, control.py for how many there are, and flight.py for which of
 them stand.
@@ -14,20 +14,20 @@ from services.compute.candidates.constraints import Constraints
 from services.compute.scheduling.drafts import Drafting
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.speculation.control import Control, Kind
+from services.compute.speculation.control import DraftControl, DraftKind
 from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
 
-LONGEST_PAUSE = 32  # steps, on a device that draws, until those who had no drafts are asked again
+LONGEST_PAUSE = 32  # steps, on a device that draws, until proposers without drafts are asked again
 SMOOTH = 0.9  # weight of what a place of a model's drafts took before
 
 
 class Chooser(Protocol):
-    """control.py's Control, or a test's."""
+    """control.py's DraftControl, or a test's."""
 
-    def chance(self, handle: int, kind: Kind) -> float: ...
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]: ...
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int: ...
-    def learn(self, handle: int, kind: Kind, offered: int, stood: int) -> None: ...
+    def chance(self, handle: int, kind: DraftKind) -> float: ...
+    def choose(self, offers: Mapping[int, tuple[DraftKind, int]], num_decodes: int) -> dict[int, int]: ...
+    def best_length(self, name: str, handles: list[int], num_decodes: int, max_drafts: int, draft_s: float) -> int: ...
+    def learn(self, handle: int, kind: DraftKind, offered: int, stood: int) -> None: ...
     def timed(self, batch: ScheduledBatch, seconds: float) -> None: ...
     def forget(self, handle: int) -> None: ...
 
@@ -52,15 +52,15 @@ class Speculation:
     def __init__(self, proposers: Ordered[Proposer], constraints: Constraints, vocab_size: int, control: Chooser | None = None) -> None:
         """proposers: those that run no model first."""
         self.proposers = proposers
-        self.control: Chooser = control or Control(frozenset(each.name for each in proposers if each.runs_model and each.stops_itself))
+        self.control: Chooser = control or DraftControl(frozenset(each.name for each in proposers if each.runs_model and each.stops_itself))
         self.constraints = constraints
         self.vocab_size = vocab_size
         self.total = Tally()
         self.accepted_by_place: list[int] = []  # how often the first, the second, … draft stood
         self.tallies: dict[int, Tally] = {}  # by handle
-        self.offered: dict[int, tuple[Kind, int]] = {}  # by handle: of the step that was scheduled last
+        self.offered: dict[int, tuple[DraftKind, int]] = {}  # by handle: of the step that was scheduled last
         # On a device that draws, drafts are asked for when no step is in flight, and that costs time:
-        # while nobody has some, for longer and longer nobody is asked
+        # after steps without any, proposers are asked less and less often
         self._pause = self._pause_left = 0  # steps
         self.place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
         self._model_s = 0.0  # that proposers took for the step that was scheduled last
@@ -72,8 +72,8 @@ class Speculation:
     def draft(self, wanted: list[tuple[Sequence, int]], num_decodes: int) -> dict[int, list[int]]:
         """Drafts for the step that is being scheduled, by handle, for some."""
         self.offered, self._model_s = {}, 0.0
-        asked = {sequence.handle: Wanted(sequence, most) for sequence, most in wanted}
-        best: dict[int, tuple[Kind, list[int]]] = {}
+        asked = {sequence.handle: Wanted(sequence, max_drafts) for sequence, max_drafts in wanted}
+        best: dict[int, tuple[DraftKind, list[int]]] = {}
         for proposer in self.proposers:
             for handle, (kind, token_ids) in self._ask(proposer, asked, best, num_decodes).items():
                 if handle not in best or self._worth(handle, kind, token_ids) > self._worth(handle, *best[handle]):
@@ -109,7 +109,7 @@ class Speculation:
             self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
 
     def figures(self) -> dict[str, Any]:
-        """For the registry, as Load has them."""
+        """Figures for the registry, by the names of Load's fields."""
         if not self.proposers:
             return {}
         return {
@@ -126,23 +126,23 @@ class Speculation:
         return self.tallies.pop(handle, Tally())
 
     def _ask(
-        self, proposer: Proposer, asked: Mapping[int, Wanted], best: Mapping[int, tuple[Kind, list[int]]], num_decodes: int
-    ) -> dict[int, tuple[Kind, list[int]]]:
+        self, proposer: Proposer, asked: Mapping[int, Wanted], best: Mapping[int, tuple[DraftKind, list[int]]], num_decodes: int
+    ) -> dict[int, tuple[DraftKind, list[int]]]:
         """The drafts of one of them: its kind, and those that may run."""
         if proposer.runs_model:
             # its cache has no holes, and no images
             asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.request.is_plain}
-            most = max((each.most for each in asked.values()), default=0)
-            paying = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
-            most = most if paying and proposer.stops_itself else paying
-            asked = {handle: Wanted(each.sequence, min(most, each.most)) for handle, each in asked.items()} if most else {}
+            max_drafts = max((each.max_drafts for each in asked.values()), default=0)
+            paying = self.control.best_length(proposer.name, list(asked), num_decodes, max_drafts, self.place_s.get(proposer.name, 0.0))
+            max_drafts = max_drafts if paying and proposer.stops_itself else paying
+            asked = {handle: Wanted(each.sequence, min(max_drafts, each.max_drafts)) for handle, each in asked.items()} if max_drafts else {}
         if not asked:
             return {}
         began = time.perf_counter()
         found = proposer.propose(asked)
         if proposer.runs_model:
             self._learn_time(proposer.name, time.perf_counter() - began, max((len(each.token_ids) for each in found.values()), default=0))
-        usable = {handle: (Kind(proposer.name, min(each.grade, MAX_GRADE)), self._usable(asked[handle], each.token_ids)) for handle, each in found.items()}
+        usable = {handle: (DraftKind(proposer.name, min(each.grade, MAX_GRADE)), self._usable(asked[handle], each.token_ids)) for handle, each in found.items()}
         return {handle: (kind, token_ids) for handle, (kind, token_ids) in usable.items() if token_ids}
 
     def _usable(self, wanted: Wanted, token_ids: list[int]) -> list[int]:
@@ -150,9 +150,9 @@ class Speculation:
         sequence = wanted.sequence
         ends = sequence.request.end_token_ids
         count = next((at for at, each in enumerate(token_ids) if each in ends or not 0 <= each < self.vocab_size), len(token_ids))
-        return self.constraints.allowed(sequence, token_ids[: min(count, wanted.most)])
+        return self.constraints.allowed(sequence, token_ids[: min(count, wanted.max_drafts)])
 
-    def _worth(self, handle: int, kind: Kind, token_ids: list[int]) -> float:
+    def _worth(self, handle: int, kind: DraftKind, token_ids: list[int]) -> float:
         """How many of the drafts are expected to stand."""
         chance = self.control.chance(handle, kind)
         return sum(chance**place for place in range(1, len(token_ids) + 1))
@@ -163,7 +163,7 @@ class Speculation:
             known = self.place_s.get(name, seconds / num_places)
             self.place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
 
-    def _count(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
+    def _count(self, handle: int, kind: DraftKind, offered: int, stood: int) -> None:
         self.control.learn(handle, kind, offered, stood)
         self.total.add(offered, stood)
         self.tallies.setdefault(handle, Tally()).add(offered, stood)

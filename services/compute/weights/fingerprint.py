@@ -1,7 +1,7 @@
 """The fingerprint of a replica: equal where the same request gives the same bytes.
 
 The contents of the model's files are hashed, so two fine-tunes of one base differ. That reads the
-whole checkpoint, so the hashes are kept beside the model and used again while the file system says
+whole checkpoint, so the hashes are kept in the user's cache and used again while the file system says
 that a file is the same.
 """
 
@@ -173,7 +173,7 @@ def _hash(path: Path) -> str:
 
 
 def _cached(folder: Path) -> Path:
-    """Raises RuntimeError where nobody has a home."""
+    """Raises RuntimeError if the user has no home folder."""
     return cache_folder("hashes") / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
 
 

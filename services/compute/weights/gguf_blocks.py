@@ -2,7 +2,7 @@
 again.
 
 A block holds the codes of 32 (or, in eight or sixteen parts, 256) inputs of one output column
-beside their scales. Layouts: ggml-common.h of ggml; the values are those of the `gguf` package's
+next to their scales. Layouts: ggml-common.h of ggml; the values are those of the `gguf` package's
 dequantize, which is the reference in the tests. Formats that are not here have grids of vectors:
 they are dequantized. So is an MXFP4 matrix with a scale that float16 can't hold.
 """
@@ -38,7 +38,7 @@ class Parts:
 class BlockFormat:
     split: Callable[[Tensor], Parts]  # of blocks [blocks, bytes] uint8
     table: tuple[int, ...] | None = None  # what the codes mean; None: themselves
-    bits: int = 8  # of codes without a table, the least of which is `lowest`
+    bits: int = 8  # of codes without a table; the smallest is `lowest`
     lowest: int = -128
     group: int = GROUP
 

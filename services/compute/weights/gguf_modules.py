@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from services.compute.backends.backend import Backend, Linear
 from services.compute.backends.matrix import concatenate
 from services.compute.models.architectures import ACTIVATIONS
-from services.compute.models.decoder import Rows
+from services.compute.models.decoder import EmbeddingRows
+from services.compute.models.library_errors import first_line
 from services.compute.models.moe import Expert, run_experts
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.source import EMBEDDING
@@ -63,7 +64,7 @@ class KernelExperts(nn.Module):
 class FileEmbedding(nn.Module):
     """Rows of the file, times a scale where the model has one."""
 
-    def __init__(self, rows: Rows, scale: Tensor | None) -> None:
+    def __init__(self, rows: EmbeddingRows, scale: Tensor | None) -> None:
         super().__init__()
         self.rows = rows
         self.scale = scale
@@ -99,8 +100,7 @@ def make_modules(path: Path, config: Any, dtype: torch.dtype) -> Any:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, IndexError, KeyError) as error:  # whatever numbers of a file lead to in the library's code
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise StartupError(f"{path}: transformers can't make the model that the metadata describe: {reason[:200]}") from None
+        raise StartupError(f"{path}: transformers can't make the model that the metadata describe: {first_line(error)}") from None
 
 
 def check_shapes(model: Any, source: GgufSource) -> None:

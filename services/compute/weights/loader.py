@@ -19,7 +19,7 @@ from services.compute.backends.backend import Backend, LayerWeights, Linear, Nor
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
-from services.compute.models.decoder import ModelWeights, Rows
+from services.compute.models.decoder import EmbeddingRows, ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
 from services.compute.ranks.parallel.heads import heads_of
@@ -266,11 +266,11 @@ class Loader:
         weight = self.source.dense(name, (size,))
         return weight if self.config.packed is not None else (weight.float() + self.config.norm_offset).to(weight.dtype)
 
-    def head(self, embedding: Rows) -> Linear:
+    def head(self, embedding: EmbeddingRows) -> Linear:
         """The last layer of the whole model."""
         return _there(self.head_part(embedding))
 
-    def head_part(self, embedding: Rows | None) -> Linear | None:
+    def head_part(self, embedding: EmbeddingRows | None) -> Linear | None:
         """The rank's logits. Where the embedding is tied, the last layer is the embedding's own values,
         packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
@@ -283,7 +283,7 @@ class Loader:
         return self.backend.make_linear(head, quantization=self.packing.of_head, group=self.packing.group, whole_n=shape[0])
 
     def whole(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None = "none") -> Linear:
-        """A layer of which every rank has all."""
+        """A layer that every rank has whole."""
         return _there(self.linear(name, [source], [shape], has_bias, quantization=quantization))
 
     def columns(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None) -> Linear | None:

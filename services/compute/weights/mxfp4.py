@@ -11,22 +11,22 @@ from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 
 GROUP = 32
-# twice the values, some of which are halves; scales are halved in turn
+# twice the values, as some are halves; scales are halved in turn
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # of the exponents, those whose halved scales are float16, from 2**-24 to 2**15
-LEAST_EXPONENT, LARGEST_EXPONENT = 104, 143
+MIN_EXPONENT, MAX_EXPONENT = 104, 143
 
 
 def has_wide_scales(codes: Tensor, exponents: Tensor) -> bool:
     """Whether float16 can't hold the scales; groups of zeros have none that counts. codes: [...,
     groups, bytes] uint8, two to a byte; exponents: [..., groups] uint8."""
-    is_wide = (exponents < LEAST_EXPONENT) | (exponents > LARGEST_EXPONENT)
+    is_wide = (exponents < MIN_EXPONENT) | (exponents > MAX_EXPONENT)
     return bool((is_wide & ((codes & 0x77) != 0).any(-1)).any())
 
 
 def halved_scales(exponents: Tensor) -> Tensor:
     """The scales of TABLE's values, of uint8 exponents, as float16."""
-    powers = exponents.clamp(LEAST_EXPONENT, LARGEST_EXPONENT).int() - 128
+    powers = exponents.clamp(MIN_EXPONENT, MAX_EXPONENT).int() - 128
     return torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers).half()
 
 

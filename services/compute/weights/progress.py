@@ -12,7 +12,7 @@ log = get_logger("penstock.compute")
 LINE_EVERY_S = 5.0
 
 
-class Progress:
+class LoadingProgress:
     """A bar on a terminal that is this process's own; elsewhere a line of log every few seconds,
     which disturbs no other's."""
 

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.models.decoder import Rows
-from services.compute.weights.formats import Format, StoredLayer, read_format
-from services.compute.weights.progress import Progress
+from services.compute.models.decoder import EmbeddingRows
+from services.compute.weights.formats import StoredLayer, WeightFormat, read_format
+from services.compute.weights.progress import LoadingProgress
 from services.compute.weights.source import EMBEDDING, take_rows
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
@@ -45,9 +45,9 @@ class SafetensorsSource:
         if BARE_EMBEDDING in self._name_in_file:
             self._name_in_file = {name if name.startswith("lm_head.") else f"model.{name}": of_file for name, of_file in self._name_in_file.items()}
         self.file_by_name = {name: files[of_file] for name, of_file in self._name_in_file.items()}
-        self.format: Format | None = read_format(config) if (config := quantization_config or self._older_config()) else None
+        self.format: WeightFormat | None = read_format(config) if (config := quantization_config or self._older_config()) else None
         self.kept: Counter[str] = Counter()  # quantized matrices, by how they are kept
-        self._progress = Progress(len(self.file_by_name))
+        self._progress = LoadingProgress(len(self.file_by_name))
         self._open: dict[Path, Any] = {}
 
     def _index(self) -> dict[str, Path]:
@@ -176,7 +176,7 @@ class SafetensorsSource:
     def embedding(self, shape: tuple[int, int]) -> Tensor:
         return self.dense(EMBEDDING, shape)
 
-    def tied_head(self, embedding: Rows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def tied_head(self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
         assert embedding is None or isinstance(embedding, Tensor)
         return Dense(self.dense(EMBEDDING, shape, rows) if embedding is None else take_rows(embedding, rows))
 

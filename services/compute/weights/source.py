@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.matrix import Matrix
-from services.compute.models.decoder import Rows
+from services.compute.models.decoder import EmbeddingRows
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -40,7 +40,7 @@ class WeightSource(Protocol):
         bias."""
         ...
 
-    def embedding(self, shape: tuple[int, int]) -> Rows:
+    def embedding(self, shape: tuple[int, int]) -> EmbeddingRows:
         """The embedding [vocab, hidden]: dense, or as the file has it."""
         ...
 
@@ -53,7 +53,7 @@ class WeightSource(Protocol):
         the form in which the file has it."""
         ...
 
-    def tied_head(self, embedding: Rows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def tied_head(self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
         """The embedding [vocab, hidden], or some of its rows, as the matrix of a tied LM head.
         embedding: what was read before; None: nothing was."""
         ...

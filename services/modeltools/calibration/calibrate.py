@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from services.compute.backends.backend import Backend, Head, LayerWeights, Linear, Norms, Product
+from services.compute.backends.backend import Backend, LayerWeights, Linear, LogitsProduct, Norms, Product
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import rms_norm
@@ -28,8 +28,60 @@ from services.compute.weights.loader import Loader
 from services.compute.weights.source import EMBEDDING
 from services.modeltools.calibration.perplexity import BLOCK_SIZE, blocks_of, whole_windows
 from services.modeltools.calibration.rounding import round_four_bit
-from services.modeltools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
-from services.modeltools.calibration.simulation import Form, ObservedLinear, SimulatedLinear, quantize_matrix
+from services.modeltools.calibration.simulation import LayerQuantization, ObservedLinear, SimulatedLinear, quantize_inputs, quantize_matrix
+
+STRENGTHS = tuple(step / 10 for step in range(1, 10))
+MEASURED_OUTPUTS = 4096  # of a layer, at least, on which scales are compared
+
+
+def find_scales(inputs: Tensor, weight: Tensor, form: LayerQuantization) -> Tensor:
+    """Scales of a layer's input channels, by which the inputs are to be divided: what is divided out of
+    the activations is multiplied into the weights, so that neither is hard to quantize.
+
+    The float model stays the same. Four bits: the weights that meet large inputs become larger, and are
+    rounded less (Lin et al. 2023, "AWQ"). Eight bits: the channels with outliers become smaller, and a
+    row's scale finer (Xiao et al. 2022, "SmoothQuant"). Here both are one search: the strength whose
+    layer has the least output error, with weights and activations quantized as they will be.
+
+    inputs: [T, k] float32, of the calibration; weight: [n, k] float32. Returns [k] float32; ones where
+    that is best.
+    """
+    largest = weight.abs().amax(0)
+    weight = weight[:: max(len(weight) // MEASURED_OUTPUTS, 1)]
+    exact = inputs @ weight.T
+    best, least_error = torch.ones(weight.shape[1]), _error(inputs, weight, exact, form)
+    sizes = inputs.abs().amax(0) if form.kind == "w8a8" else inputs.abs().mean(0)
+    for strength in STRENGTHS:
+        scales = sizes.clamp(min=1e-5).pow(strength)
+        if form.kind == "w8a8":
+            scales = scales / largest.clamp(min=1e-5).pow(1 - strength)
+        scales = (scales / (scales.amax() * scales.amin()).sqrt()).clamp(1e-4, 1e4)
+        error = _error(inputs / scales, weight * scales, exact, form)
+        if error < least_error:
+            best, least_error = scales, error
+    return best
+
+
+def _error(inputs: Tensor, weight: Tensor, exact: Tensor, form: LayerQuantization) -> float:
+    found = quantize_inputs(inputs, form) @ quantize_matrix(weight, form).dequantize(torch.float32).T
+    return float((found - exact).square().sum())
+
+
+def fold_into_norm(norm: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """A norm's weight [k] divided by scales [k], in float32, of bfloat16's values, as it will be
+    stored; and what it has really been divided by."""
+    folded = (norm / scales).bfloat16().float()
+    return folded, torch.where(folded != 0, norm / folded, 1.0)
+
+
+def fold_into_up(gate_up: TorchLinear, scales: Tensor) -> None:
+    """Divide the results of a gated layer, [T, k], by scales [k], in place: those of its second
+    half, which the gate multiplies."""
+    half = len(scales)
+    gate_up.weight[half:] /= scales[:, None]
+    if gate_up.bias is not None:
+        gate_up.bias[half:] /= scales
+
 
 WINDOWS_AT_ONCE = 4
 
@@ -50,10 +102,10 @@ def calibrate(loader: Loader, packing: Packed, windows: Tensor, backend: Backend
     """The quantized model, of the backend. loader: of weights in float32, without mixtures of
     experts; windows: [N, length] int64, the text's tokens. Raises StartupError."""
     with fast_products(), torch.inference_mode():
-        return Calibration(loader, packing, windows, backend).run()
+        return LayerCalibration(loader, packing, windows, backend).run()
 
 
-class Calibration:
+class LayerCalibration:
     """A model on its way from dense to quantized."""
 
     def __init__(self, loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> None:
@@ -61,7 +113,7 @@ class Calibration:
         self.backend = backend
         self.loader = loader
         self.packing = packing
-        self.form = Form(packing.quantization, packing.group)
+        self.form = LayerQuantization(packing.quantization, packing.group)
         self.num_rows = windows.numel()
         embedding = loader.source.dense(EMBEDDING, (config.vocab_size, config.hidden_size))
         norm = loader.norm("model.norm.weight", config.hidden_size)
@@ -98,7 +150,7 @@ class Calibration:
         fold_into_up(gate_up, down.scales)
         norms = replace(layer.norms, before_attention=self._fold(layer.norms.before_attention, qkv), before_mlp=self._fold(layer.norms.before_mlp, gate_up))
         linears = [qkv, output, gate_up, down]
-        forms = [self.form, Form(self.packing.of_output, self.packing.group), self.form, self.form]
+        forms = [self.form, LayerQuantization(self.packing.of_output, self.packing.group), self.form, self.form]
         matrices = [round_layer(each, form) for each, form in zip(linears, forms, strict=True)]
         simulated = [simulate(matrix, each, form) for matrix, each, form in zip(matrices, linears, forms, strict=True)]
         self.states = self._run(number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:])))
@@ -116,9 +168,9 @@ class Calibration:
         linear.scale(scales)
         return folded
 
-    def _head(self, norm: Tensor, linear: Head) -> tuple[Tensor, Linear]:
+    def _head(self, norm: Tensor, linear: LogitsProduct) -> tuple[Tensor, Linear]:
         """The last norm and the LM head behind it, scaled, rounded and packed."""
-        form = Form(self.packing.of_head, self.packing.group)
+        form = LayerQuantization(self.packing.of_head, self.packing.group)
         head = observe(linear, self.num_rows)
         for x in self.states:
             head.keep(rms_norm(x, norm, self.loader.config.rms_norm_eps))
@@ -132,16 +184,16 @@ class Calibration:
         return self.backend.make_linear(matrix, bias, is_gated=linear.is_gated, activation=linear.activation)
 
 
-def observe(linear: Product | Head, num_rows: int) -> ObservedLinear:
+def observe(linear: Product | LogitsProduct, num_rows: int) -> ObservedLinear:
     assert isinstance(linear, TorchLinear)
     return ObservedLinear(linear, num_rows)
 
 
-def round_layer(linear: ObservedLinear, form: Form) -> Matrix:
+def round_layer(linear: ObservedLinear, form: LayerQuantization) -> Matrix:
     """The layer's weights as they are now, quantized."""
     return quantize_matrix(linear.weight, form) if form.kind == "w8a8" else round_four_bit(linear.weight, linear.gram, form.kind, form.group)
 
 
-def simulate(matrix: Matrix, linear: TorchLinear, form: Form) -> TorchLinear:
+def simulate(matrix: Matrix, linear: TorchLinear, form: LayerQuantization) -> TorchLinear:
     """The layer as it will compute, in float32."""
     return SimulatedLinear(matrix, linear.bias, form, is_gated=linear.is_gated, activation=linear.activation)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.compute.backends.matrix import MOST_STEPS, Grouped, Int4Columns
-from services.compute.backends.torch.reference import LEAST_STEP, NF4_TABLE, choose_scales, quantize_weight
+from services.compute.backends.matrix import MAX_STEPS, Grouped, Int4Columns
+from services.compute.backends.torch.reference import MIN_STEP, NF4_TABLE, choose_scales, quantize_weight
 from shared.process.errors import StartupError
 
 # of the mean diagonal, added to it (Frantar et al. 2022, section 3.3): the first that works
@@ -139,8 +139,8 @@ def fit_even(weights: Tensor, importance: Tensor, units: Tensor | None = None) -
     low, high = weights.amin(0).clamp(max=0.0), weights.amax(0).clamp(min=0.0)
     grids = []
     for shrink in SHRINKS:
-        scales = ((high - low) * shrink / 15.0).clamp(min=LEAST_STEP)
-        steps = torch.ones_like(scales) if units is None else (scales / units).round().clamp(1, MOST_STEPS)
+        scales = ((high - low) * shrink / 15.0).clamp(min=MIN_STEP)
+        steps = torch.ones_like(scales) if units is None else (scales / units).round().clamp(1, MAX_STEPS)
         scales = scales if units is None else steps * units
         grids.append(Grid(scales, (-low * shrink / scales).round().clamp(0, 15), table, steps))
     return _best(grids, weights, importance)
@@ -157,7 +157,7 @@ def fit_nf4(weights: Tensor, importance: Tensor) -> Grid:
 
 
 def _best(grids: list[Grid], weights: Tensor, importance: Tensor) -> Grid:
-    """For each column."""
+    """The grid with the least error, for each column."""
     errors = torch.stack([((grid.values(grid.codes(weights)) - weights).square() * importance[:, None]).sum(0) for grid in grids])
     chosen = errors.argmin(0, keepdim=True)
     scales, zeros, steps = (torch.stack([getattr(grid, name) for grid in grids]).gather(0, chosen)[0] for name in ("scales", "zeros", "steps"))

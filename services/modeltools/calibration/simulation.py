@@ -15,19 +15,19 @@ SAMPLED_ROWS = 512  # of a layer's inputs that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LayerQuantization:
     """How a layer will be quantized."""
 
     kind: str  # w8a8, w4 or nf4
     group: int = 32  # inputs that share a scale or a step, with four bits
 
 
-def quantize_matrix(weight: Tensor, form: Form) -> Matrix:
+def quantize_matrix(weight: Tensor, form: LayerQuantization) -> Matrix:
     """weight: [n, k], rounded to nearest."""
     return quantize_weight(weight, form.kind, form.group)
 
 
-def quantize_inputs(x: Tensor, form: Form) -> Tensor:
+def quantize_inputs(x: Tensor, form: LayerQuantization) -> Tensor:
     """x [T, k] rounded as the layer rounds it, in float32: with a scale for each row, and for each
     group where the weights have scales by group."""
     size = form.group if form.kind == "nf4" else x.shape[1]
@@ -71,7 +71,7 @@ class ObservedLinear(TorchLinear):
 class SimulatedLinear(TorchLinear):
     """A quantized layer in float32."""
 
-    def __init__(self, matrix: Matrix, bias: Tensor | None, form: Form, *, is_gated: bool, activation: str) -> None:
+    def __init__(self, matrix: Matrix, bias: Tensor | None, form: LayerQuantization, *, is_gated: bool, activation: str) -> None:
         super().__init__(matrix.dequantize(torch.float32), bias, is_gated=is_gated, activation=activation)
         self.form = form
 

@@ -29,7 +29,7 @@ class Windows:
 
 def read_windows(text: str, files: ModelFiles, tokens: int) -> Windows:
     """text: a file's path, or default; tokens: to calibrate with, at most. The last windows are
-    held out: eight beside these tokens, of a text that is too short for both a fifth, if no more.
+    held out: eight after these tokens; of a text that is too short for both, at most a fifth.
     Raises StartupError if the text is shorter still, or not one."""
     length = min(WINDOW, files.max_model_len or WINDOW)
     if tokens < MIN_WINDOWS * length:

@@ -17,7 +17,7 @@ from shared.model.sampling_params import SamplingParams
 
 AT_ONCE = 64  # answers
 LONGEST = 256  # tokens of an answer
-HELD_OUT_EVERY = 10  # prompts, of which the first one's answers are held out
+HELD_OUT_EVERY = 10  # the first of so many prompts is held out, with its answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def generate(engine: Engine, files: ModelFiles, prompts: list[list[int]], sampli
 
 def _answer(engine: Engine, files: ModelFiles, prompts: list[list[int]], sampling: Sampling) -> Answers:
     runner, scheduler, num_tokens = engine.runner, engine.scheduler, sampling.num_tokens
-    said = files.sampling | ({} if sampling.temperature is None else {"temperature": sampling.temperature})
+    sampled = files.sampling | ({} if sampling.temperature is None else {"temperature": sampling.temperature})
     states: list[Tensor] = []  # step by step
     token_ids: list[int] = []
     numbers: list[int] = []
@@ -74,8 +74,8 @@ def _answer(engine: Engine, files: ModelFiles, prompts: list[list[int]], samplin
         while True:
             while scheduler.num_unfinished < AT_ONCE and len(token_ids) + scheduler.num_unfinished * LONGEST // 2 < num_tokens:
                 prompt = prompts[num_begun % len(prompts)]
-                said |= {"max_tokens": min(LONGEST, engine.max_model_len - len(prompt)), "seed": sampling.seed + num_begun}
-                params = SamplingParams(**said)  # type: ignore[arg-type]
+                sampled |= {"max_tokens": min(LONGEST, engine.max_model_len - len(prompt)), "seed": sampling.seed + num_begun}
+                params = SamplingParams(**sampled)  # type: ignore[arg-type]
                 scheduler.add(Sequence(Request(num_begun, str(num_begun), params, files.eos_token_ids, arrived_at=float(num_begun)), Tokens(list(prompt))))
                 num_begun += 1
             if run_step(scheduler, decide, is_over=is_over) is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.model.files import ModelFiles
-from shared.process.errors import StartupError
+from shared.process.errors import StartupError, words_of
 
 DEFAULT_PROMPTS = "default"
 MAX_PROMPT_BYTES = 64 << 20  # of the file
@@ -63,7 +63,7 @@ def encode_prompts(prompts: list[str], files: ModelFiles) -> list[list[int]]:
             texts = prompts
         encoded = tokenizer(texts, add_special_tokens=not files.has_chat_template, verbose=False)["input_ids"]
     except Exception as error:  # a template raises what it likes, and so does a tokenizer
-        raise StartupError(f"{files.weights}: the prompts can't be encoded: {' '.join(str(error).split()) or repr(error)}") from None
+        raise StartupError(f"{files.weights}: the prompts can't be encoded: {words_of(error)}") from None
     longest = next((prompt for prompt, ids in zip(prompts, encoded, strict=True) if not 0 < len(ids) <= MAX_PROMPT_TOKENS), None)
     if longest is not None:
         raise StartupError(f"a prompt has no tokens, or more than {MAX_PROMPT_TOKENS}: {longest[:60]!r}")
@@ -76,4 +76,4 @@ def _load_tokenizer(files: ModelFiles) -> Any:
     try:
         return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for files it can't use
-        raise StartupError(f"{files.weights}: the tokenizer can't be loaded: {' '.join(str(error).split()) or repr(error)}") from None
+        raise StartupError(f"{files.weights}: the tokenizer can't be loaded: {words_of(error)}") from None

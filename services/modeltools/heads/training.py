@@ -35,7 +35,7 @@ class Recipe:
 
 
 @dataclass(slots=True)
-class Heads:
+class TrainableHeads:
     """Heads in training."""
 
     weights: Tensor  # [heads, layers, hidden, hidden] float32
@@ -55,11 +55,11 @@ def likeliest_tokens(answers: Answers, vocab_size: int, count: int) -> Tensor:
     return found
 
 
-def train(answers: Answers, lm_head: Tensor, recipe: Recipe) -> Heads:
+def train(answers: Answers, lm_head: Tensor, recipe: Recipe) -> TrainableHeads:
     """lm_head: [V, hidden], the model's head for the V tokens that take part."""
     hidden = lm_head.shape[1]
     size = (recipe.num_heads, recipe.num_layers, hidden)
-    heads = Heads(torch.zeros(*size, hidden), torch.zeros(size))
+    heads = TrainableHeads(torch.zeros(*size, hidden), torch.zeros(size))
     parameters = [heads.weights.requires_grad_(), heads.biases.requires_grad_()]
     optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=WEIGHT_DECAY)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -90,7 +90,7 @@ def _rate(done: float) -> float:
     return done / WARM_UP if done < WARM_UP else 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
 
 
-def _step(heads: Heads, answers: Answers, head: Tensor, begin: Tensor) -> list[float]:
+def _step(heads: TrainableHeads, answers: Answers, head: Tensor, begin: Tensor) -> list[float]:
     """Add to the gradients what windows say that begin at some tokens. Returns each head's loss, in
     nats a token."""
     num_heads = len(heads.weights)
@@ -115,7 +115,7 @@ def _step(heads: Heads, answers: Answers, head: Tensor, begin: Tensor) -> list[f
 
 
 @torch.inference_mode()
-def accuracy(heads: Heads, answers: Answers, lm_head: Tensor, token_ids: Tensor) -> list[float]:
+def accuracy(heads: TrainableHeads, answers: Answers, lm_head: Tensor, token_ids: Tensor) -> list[float]:
     """The share of each head's likeliest tokens that are the answers' own. token_ids: [V], those
     that take part."""
     head, num_heads = lm_head.bfloat16(), len(heads.weights)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from services.compute import __main__ as compute
 from services.compute.backends.backend import Backend
 from services.compute.loop import engine
-from services.compute.ranks.place import Place
+from services.compute.ranks.place import Placement
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 from shared.wire.stage import run_stage
@@ -16,7 +16,7 @@ from tests.clients.scripted.model import ScriptedModel, follow
 from tests.clients.scripted.script import Script
 
 
-def load_scripted(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Place) -> ScriptedModel:
+def load_scripted(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement) -> ScriptedModel:
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
     return ScriptedModel(files.vocab_size, follow(Script.read(Path(os.environ["SCRIPT"])), tokenizer))
 

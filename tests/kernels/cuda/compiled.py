@@ -27,9 +27,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.gpu.models import LoadedModel
-from services.compute.backends.backend import MassRequest, SearchRequest
+from services.compute.backends.backend import SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form, Parts
+from services.compute.backends.cuda.linear import GROUPS, CudaLinear, SplitK, WeightForm
 from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import Scores
@@ -52,7 +52,7 @@ SHARED_BYTES = {
 }  # of a block: CUDA's programming guide, compute capabilities
 SHOWN = ("FORM", "FIRST", "GROUP", "ACTIVATION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "DIM", "KEYS", "IS_SPLIT", "KEPT")
 PRODUCTS = ("multiply", "multiply_part", "multiply_experts")
-FLOAT_FORMS = (Form.DENSE, Form.FLOAT8, Form.FLOAT8_BLOCKS)
+FLOAT_FORMS = (WeightForm.DENSE, WeightForm.FLOAT8, WeightForm.FLOAT8_BLOCKS)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -106,7 +106,7 @@ class Compiler:
             residual = args[8] if kernel.__name__ == "multiply" else None
             elements = options["BLOCK_M"] * options["BLOCK_N"] / (32 * options["num_warps"])
             given = (args[0].dtype, *(each is None for each in (*args[:8], residual)), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
-            depth = options["BLOCK_K"] if options["FORM"] == Form.FLOAT8_BLOCKS else None  # is the group
+            depth = options["BLOCK_K"] if options["FORM"] == WeightForm.FLOAT8_BLOCKS else None  # is the group
             self.operations[*given, depth, options.get("HAS_PARTS", False)].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
@@ -132,7 +132,7 @@ def begins_with_zeros(ttir: str) -> bool:
 
 def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> None:
     """As a wide layer, and as a narrow one with a program for each part, and with one for all."""
-    for is_gated, parts in itertools.product((True, False), (None, Parts(512, 1 << 20), Parts(512, 0))):
+    for is_gated, parts in itertools.product((True, False), (None, SplitK(512, 1 << 20), SplitK(512, 0))):
         layer = backend.make_linear(matrix, quantization=quantization, is_gated=is_gated)
         layer.parts = parts if backend.dtype != torch.float32 else None
         for rows in (1, 64, 512, 513):
@@ -207,9 +207,8 @@ def launch_all(capability: int) -> None:
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
-    masses = MassRequest(np.arange(2), np.ones(2, np.float32))
     for k in (1, 64):
-        wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), masses, masses)
+        wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), np.arange(2), np.arange(2))
         backend.row_search.start(logits, wanted)
     backend.row_search.ban(logits, np.zeros(1, np.int64), [np.zeros(128_256 // 8, np.uint8)])
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)

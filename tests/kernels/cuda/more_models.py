@@ -58,6 +58,6 @@ def test_a_server_makes_all_its_recordings_at_the_start(tmp_path: Path, monkeypa
     """Here of up to three sequences: of one, two and four tokens, with holes and without. As bench.gpu does it on a device, of 256."""
     reference_model("llama", tmp_path, config=CONFIG)
     for module in (graphs_module, warm_up_module):
-        monkeypatch.setattr(module, "MOST_TOKENS", 3)
+        monkeypatch.setattr(module, "MAX_TOKENS", 3)
     check = check_recordings(tmp_path, CudaBackend(torch.bfloat16, CPU), max_num_seqs=3, max_batched_tokens=20, longest=600)
     assert check.holds and check.num_recordings == 6

@@ -17,7 +17,7 @@ from services.compute.execution.model_runner import ModelRunner
 from services.compute.ranks.group.commands import decode, encode
 from services.compute.ranks.parallel.distributed import LOOPBACK, TIMEOUT, DistributedRanks, join, listen, meet_at
 from services.compute.ranks.parallel.share import Share
-from services.compute.ranks.place import Place, load_decoder, make_runner, run_model
+from services.compute.ranks.place import Placement, load_decoder, make_runner, run_model
 from tests.kernels.backends import CPU
 
 NUM_BLOCKS = 64
@@ -57,7 +57,7 @@ class Ranks(LoadedModel):
 
 def open_rank(rank: int, size: int, folder: Path, quantization: str, tell: Any = None) -> ModelRunner:
     backend = CudaBackend(torch.bfloat16, CPU)
-    place = Place(DistributedRanks(Share(rank, size), range(size), CPU), tell=tell)
+    place = Placement(DistributedRanks(Share(rank, size), range(size), CPU), tell=tell)
     config = LoadedModel.config_of(folder)
     model = load_decoder(place, 0, folder, config, backend, quantization=quantization)
     return make_runner(place, 0, model, KVCache(model.config, backend, num_blocks=NUM_BLOCKS, block_size=16), backend.row_search)

@@ -11,7 +11,7 @@ from services.compute.backends.matrix import Dense
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.architectures import read_config
 from services.compute.speculation.eagle_file import EagleWeights, read_eagle
-from services.compute.speculation.eagle_head import EagleHead, Places
+from services.compute.speculation.eagle_head import EagleChunk, EagleHead
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import SIZES
 from tests.kernels.test_eagle import HIDDEN, VOCAB, of_another_width, random, write
@@ -25,10 +25,10 @@ def results(weights: EagleWeights, embedding: Tensor, states: Tensor, backend: B
     kv = KVCache(weights.config, backend, num_blocks=8, block_size=BLOCK).layers[0]
     assert head.workspace(32, 64).own > 0
     fused = head.fuse(states)
-    head.write([Places(0, list(range(20)), TABLE)], fused[:20], kv, BLOCK)
-    first = head.run([Places(20, [5, 6], TABLE), Places(0, [9], (2,)), Places(0, [9], (1,))], fused[20:24], kv, BLOCK)
+    head.write([EagleChunk(0, list(range(20)), TABLE)], fused[:20], kv, BLOCK)
+    first = head.run([EagleChunk(20, [5, 6], TABLE), EagleChunk(0, [9], (2,)), EagleChunk(0, [9], (1,))], fused[20:24], kv, BLOCK)
     found = [head.logits(first).clone()]
-    second = head.run([Places(22, [7], TABLE), Places(1, [9], (2,))], head.next_states(first[[1, 2]]), kv, BLOCK)
+    second = head.run([EagleChunk(22, [7], TABLE), EagleChunk(1, [9], (2,))], head.next_states(first[[1, 2]]), kv, BLOCK)
     return [*found, head.logits(second).clone()]
 
 

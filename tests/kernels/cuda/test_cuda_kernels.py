@@ -26,7 +26,7 @@ from services.compute.backends.cuda import attention as attention_module
 from services.compute.backends.cuda import search as search_module
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.kernels import attention as kernels
-from services.compute.backends.cuda.linear import CudaLinear, Parts, read_table
+from services.compute.backends.cuda.linear import CudaLinear, SplitK, read_table
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.attention import Heads
@@ -71,7 +71,7 @@ def test_a_layers_parts_depend_on_the_whole_layer_and_the_device() -> None:
     assert backend.make_linear(Dense(weight[:40, :1000])).parts is None, "the inputs are few"
     assert CudaBackend(FLOAT32, CPU).make_linear(Dense(weight[:40].float())).parts is None
     narrow, part = backend.make_linear(Dense(weight[:96])), backend.make_linear(Dense(weight[32:64]), whole_n=96)
-    assert narrow.parts == part.parts == Parts(768, 66)
+    assert narrow.parts == part.parts == SplitK(768, 66)
     x = randn(2, 1096, seed=2).bfloat16()
     assert torch.equal(narrow.logits(x)[:, 32:64], part.logits(x))
     assert "132 multiprocessors" in backend.arithmetic

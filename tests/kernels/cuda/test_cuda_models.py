@@ -113,7 +113,7 @@ def check_drafts(model: Path, monkeypatch: pytest.MonkeyPatch, *, longest: int) 
     at_once, in_two = logits_of(spans), logits_of([(0, 20, 21), (1, 40, 42), spans[2]], [(1, 42, 45)])
     assert len(stack.recordings) == num_kinds + 1, "three tokens fewer are of the same kind"
     assert len(replayed) == 2, "and three of one row are of that of three rows"
-    monkeypatch.setattr(attention_module, "MOST_TOKENS", 0)
+    monkeypatch.setattr(attention_module, "MAX_TOKENS", 0)
     launched = logits_of(spans)
     assert len(replayed) == 2 and len(stack.recordings) == num_kinds + 1
     for found in (at_once, in_two, launched):

@@ -11,7 +11,7 @@ from bench.gpu.kernels import LinearCase, check_linear
 from bench.gpu.models import check_model
 from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.cuda.linear import CudaLinear, Form
+from services.compute.backends.cuda.linear import CudaLinear, WeightForm
 from services.compute.backends.cuda.row_math import quantize
 from services.compute.backends.matrix import Dense, Float8, Matrix, concatenate
 from services.compute.backends.torch import reference
@@ -81,8 +81,8 @@ def loaded(folder: Path, shape: str, backend: Backend) -> ModelWeights:
     return load_weights(folder, read_config(json.loads((folder / "config.json").read_text())), backend)
 
 
-@pytest.mark.parametrize(("shape", "form"), [("one", Form.FLOAT8), ("channel", Form.FLOAT8), ("block", Form.FLOAT8_BLOCKS)])
-def test_a_checkpoint_keeps_its_form(shape: str, form: Form, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("shape", "form"), [("one", WeightForm.FLOAT8), ("channel", WeightForm.FLOAT8), ("block", WeightForm.FLOAT8_BLOCKS)])
+def test_a_checkpoint_keeps_its_form(shape: str, form: WeightForm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights = loaded(tmp_path, shape, CudaBackend(BFLOAT16, CPU))
     layer = weights.layers[0].qkv
     assert isinstance(layer, CudaLinear) and layer.form == form and layer.weight.dtype == E4M3
@@ -91,7 +91,7 @@ def test_a_checkpoint_keeps_its_form(shape: str, form: Form, tmp_path: Path, cap
 
 def test_without_fp8_a_checkpoint_is_widened_and_quantizing_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     layer = loaded(tmp_path, "channel", no_float8()).layers[0].qkv
-    assert isinstance(layer, CudaLinear) and layer.form == Form.DENSE
+    assert isinstance(layer, CudaLinear) and layer.form == WeightForm.DENSE
     assert "layers are widened to bfloat16" in caplog.text and "FP8 by column" in caplog.text
     with pytest.raises(StartupError, match=r"^--quantization fp8 needs a GPU of compute capability 8.9 \(Ada\) or newer, this one has 8.0: w8a8 takes as much"):
         no_float8().make_linear(Dense(torch.eye(32)), quantization="fp8")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
-from services.compute.backends.cpu.library import Attention, CacheRows, Context, Rotation, pointer
+from services.compute.backends.cpu.library import AttentionArguments, CacheRows, NativeContext, Rotation, pointer
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, kv_group
 
@@ -20,7 +20,7 @@ class NativePlan:
     point to."""
 
     rotation: Rotation
-    attention: Attention
+    attention: AttentionArguments
     out: Tensor  # [T, heads * head_dim]: a layer's result, until the next writes its own
     ropes: tuple[CosSin, ...]
     kept: tuple[Tensor, ...]
@@ -32,7 +32,7 @@ class NativeAttention:
 
     finds_slots = False
 
-    def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
+    def __init__(self, context: NativeContext, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
         assert heads.are_supported
         self.context = context
         self.buffers = buffers
@@ -52,7 +52,7 @@ class NativeAttention:
             slots=inputs.slot_mapping.data_ptr(), tokens=num_tokens, num_heads=heads.num_heads, head_dim=heads.head_dim,
             rotary_dim=heads.rotary_dim or heads.head_dim,
         )  # fmt: skip
-        attention = Attention(
+        attention = AttentionArguments(
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
             block_lens=pointer(lens), last_seen=pointer(last_seen), num_sequences=len(contexts), table_width=width,
             num_heads=heads.num_heads, head_dim=heads.head_dim, sharing=heads.sharing, num_before=heads.num_before,

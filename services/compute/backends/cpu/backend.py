@@ -9,10 +9,9 @@ from torch import Tensor
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.build import source_id
-from services.compute.backends.cpu.library import Context
+from services.compute.backends.cpu.library import NativeContext
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
-from services.compute.backends.cpu.row_math import NativeRowMath
-from services.compute.backends.cpu.row_search import NativeRowSearch
+from services.compute.backends.cpu.row_math import NativeRowMath, NativeRowSearch
 from services.compute.backends.cpu.stack import NativeStack
 from services.compute.backends.gathered import GatheredMlp
 from services.compute.backends.matrix import Joined, Matrix
@@ -28,7 +27,7 @@ class CpuBackend:
 
     block_multiple = 16  # rows that lie together
 
-    def __init__(self, context: Context, activations: str = "int8") -> None:
+    def __init__(self, context: NativeContext, activations: str = "int8") -> None:
         """activations: of quantized weights, int8 or bfloat16."""
         self.context = context
         self.activations = activations
@@ -88,7 +87,7 @@ class CpuBackend:
         self.torch.copy_blocks(layers, copies)
 
     def workspace(self, step: LargestStep) -> Workspace:
-        """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""
+        """Grows the workspaces as well: pages that were never written to take no memory."""
         logits = 0
         for linear in step.linears:
             assert isinstance(linear, NativeLinear)
@@ -96,7 +95,8 @@ class CpuBackend:
         if step.head is not None:
             assert isinstance(step.head, NativeLinear)
             self.context.reserve(step.head.address, step.num_logits)
-            self.context.reserve_search(step.num_logits, step.head.num_outputs)
+            # a row has up to two masses: for logprobs, and of its draw
+            self.context.reserve_search(2 * step.num_logits, step.head.num_outputs)
             logits = step.num_logits * step.head.num_outputs * 4
         if isinstance(step.attention, NativeAttention):
             self._reserve_attention(step.attention, step.num_tokens, step.max_model_len)

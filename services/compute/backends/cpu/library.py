@@ -47,7 +47,7 @@ class CacheRows(ctypes.Structure):
     _fields_ = [("keys", Pointer), ("values", Pointer), *((name, ctypes.c_int64) for name in ("block_size", "num_kv_heads", "row_bytes", "group"))]
 
 
-class Attention(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """kernels.h's Attention."""
 
     _fields_ = [
@@ -89,7 +89,7 @@ class Addition(ctypes.Structure):
     ]
 
 
-class Norms(ctypes.Structure):
+class NormPointers(ctypes.Structure):
     """kernels.h's Norms."""
 
     _fields_ = [*((name, Pointer) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")), ("is_qk_joint", ctypes.c_int64)]
@@ -100,7 +100,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.POINTER(Weight)) for name in ("qkv", "output", "gate_up", "down")),
-        ("norms", Norms),
+        ("norms", NormPointers),
         ("cache", CacheRows),
         ("window", ctypes.c_int64),
         ("rope", ctypes.c_int64),
@@ -112,7 +112,7 @@ class Layer(ctypes.Structure):
 Meet = ctypes.CFUNCTYPE(None, Pointer, Int)
 
 
-class Group(ctypes.Structure):
+class RankGroup(ctypes.Structure):
     """kernels.h's Group."""
 
     _fields_ = [
@@ -137,8 +137,8 @@ class Layers(ctypes.Structure):
         ("cosines", ctypes.POINTER(Pointer)),
         ("sines", ctypes.POINTER(Pointer)),
         ("rotation", Rotation),
-        ("attention", Attention),
-        ("group", ctypes.POINTER(Group)),
+        ("attention", AttentionArguments),
+        ("group", ctypes.POINTER(RankGroup)),
     ]
 
 
@@ -158,7 +158,7 @@ class Masses(ctypes.Structure):
     ]
 
 
-class Draws(ctypes.Structure):
+class DrawArguments(ctypes.Structure):
     """kernels.h's Draws."""
 
     _fields_ = [
@@ -168,16 +168,30 @@ class Draws(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, Group, Layers, Largest, Masses, Draws)
+# by their names in kernels.h
+STRUCTURES = {
+    "Weight": Weight,
+    "CacheRows": CacheRows,
+    "Attention": AttentionArguments,
+    "Rotation": Rotation,
+    "Addition": Addition,
+    "Norms": NormPointers,
+    "Layer": Layer,
+    "Group": RankGroup,
+    "Layers": Layers,
+    "Largest": Largest,
+    "Masses": Masses,
+    "Draws": DrawArguments,
+}
 
 
-class Context:
+class NativeContext:
     """An instruction set of the library, and workspaces that grow to the largest call. One thread
     at a time may use it; another opens its own."""
 
     def __init__(self, library: ctypes.CDLL, handle: int) -> None:
-        """handle: of penstock_open. It is closed with this object, which is kept by whoever calls
-        its functions."""
+        """handle: of penstock_open. It is closed with this object: callers of its functions keep
+        a reference."""
         # the end of the process gives back more
         weakref.finalize(self, library.penstock_close, handle).atexit = False
 
@@ -190,7 +204,7 @@ class Context:
         weight = ctypes.POINTER(Weight)
         self.workspace_bytes = function("workspace_bytes", result=Int)
         self.reserve = function("reserve", weight, Int)
-        self.reserve_attention = function("reserve_attention", ctypes.POINTER(Attention))
+        self.reserve_attention = function("reserve_attention", ctypes.POINTER(AttentionArguments))
         self.reserve_search = function("reserve_search", Int, Int)
         self.pack = function("pack", weight, *[Pointer] * 2)
         self.pack_columns = function("pack_columns", weight, *[Pointer] * 3)
@@ -200,17 +214,17 @@ class Context:
         self.mlp = function("mlp", weight, weight, *[Pointer] * 2, Float, Int, *[Pointer] * 2)
         self.add_rows = function("add_rows", ctypes.POINTER(Addition))
         self.finish_logits = function("finish_logits", Pointer, Int, Float, Float)
-        self.attention = function("attention", ctypes.POINTER(Attention))
+        self.attention = function("attention", ctypes.POINTER(AttentionArguments))
         self.rotate_and_write = function("rotate_and_write", ctypes.POINTER(Rotation))
         self.run_layers = function("run_layers", ctypes.POINTER(Layers))
         self.find_largest = function("find_largest", ctypes.POINTER(Largest))
         self.sum_masses = function("sum_masses", ctypes.POINTER(Masses))
-        self.decide = function("decide", ctypes.POINTER(Draws))
-        # a Group's, of ranks that share memory
+        self.decide = function("decide", ctypes.POINTER(DrawArguments))
+        # a RankGroup's, of ranks that share memory
         self.meet = ctypes.cast(library.penstock_meet, Meet)
 
 
-def open_context() -> Context | None:
+def open_context() -> NativeContext | None:
     """A context of the instruction set that PENSTOCK_KERNELS names; None: run on torch. Says which,
     or why not. Raises StartupError for a wrong choice."""
     wanted = os.environ.get(VARIABLE, "auto")
@@ -237,7 +251,7 @@ def open_context() -> Context | None:
     if handle is None:
         log.warning("this processor has no instruction set that the native kernels are for, torch computes instead", needed=" or ".join(INSTRUCTION_SETS))
         return None
-    context = Context(library, handle)
+    context = NativeContext(library, handle)
     log.info("native kernels", instruction_set=context.instruction_set)
     return context
 
@@ -249,7 +263,7 @@ def is_of_these_sources(library: ctypes.CDLL) -> bool:
     library.penstock_source_id.restype, library.penstock_size_of.restype = ctypes.c_char_p, Int
     if library.penstock_source_id().decode() != source_id():
         return False
-    return all(library.penstock_size_of(each.__name__.encode()) == ctypes.sizeof(each) for each in STRUCTURES)
+    return all(library.penstock_size_of(name.encode()) == ctypes.sizeof(structure) for name, structure in STRUCTURES.items())
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

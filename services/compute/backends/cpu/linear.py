@@ -9,8 +9,9 @@ after it, SiLU times up or the residual, happen inside.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from itertools import pairwise
 
@@ -19,20 +20,24 @@ from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.columns import COLUMNS, PAIR, copy_columns, of_columns, packed_runs
-from services.compute.backends.cpu.library import Context, Weight, pointer
+from services.compute.backends.cpu.library import NativeContext, Weight, pointer
 from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.matrix import BLOCK, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix
 from services.compute.backends.torch.reference import quantize_weight
+from services.compute.ranks.parallel.distributed import as_bytes
+from services.compute.ranks.parallel.outline import LayerOutline, MatrixOutline
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 TILE_BYTES = 64
 FOUR_BIT_GROUPS = (32, 64, 128)  # of four-bit codes
 GROUPS = (16, 32, 64, 128)
+ALIGNMENT = 64  # bytes: kernels read whole lines of the cache
+NUMBERS = ("activation", "is_gate", "lowest", "highest", "is_widened")  # of kernels.h's Weight, which no form says
 OTHER_PARTS = "its parts have other shapes or types"
 
 
-class Kind(IntEnum):
+class WeightType(IntEnum):
     """kernels.h's WeightType."""
 
     BF16 = 0
@@ -43,17 +48,17 @@ class Kind(IntEnum):
     PLANES = 5
 
 
-BY_COLUMNS = (Kind.INT8, Kind.INT4)
-BY_GROUPS = (Kind.FOUR_BIT, Kind.INT8_GROUPS, Kind.PLANES)
-BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.INT4: 4, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}  # planes: Form.bits
+BY_COLUMNS = (WeightType.INT8, WeightType.INT4)
+BY_GROUPS = (WeightType.FOUR_BIT, WeightType.INT8_GROUPS, WeightType.PLANES)
+BITS = {WeightType.BF16: 16, WeightType.INT8: 8, WeightType.INT4: 4, WeightType.FOUR_BIT: 4, WeightType.INT8_GROUPS: 8}  # planes: PackedForm.bits
 PLANES = range(2, 7)  # bits of codes
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PackedForm:
     """How the weights of a layer are packed."""
 
-    kind: Kind
+    kind: WeightType
     group: int = TILE_BYTES  # inputs that share a scale or a step, where kind has groups
     has_zeros: bool = False
     has_minima: bool = False
@@ -64,12 +69,12 @@ class Form:
     @property
     def data_bits(self) -> int:
         """The bits of a weight."""
-        return self.bits if self.kind == Kind.PLANES else BITS[self.kind]
+        return self.bits if self.kind == WeightType.PLANES else BITS[self.kind]
 
     @property
     def unit(self) -> int:
         """Inputs are a multiple of it."""
-        return TILE_BYTES // 2 if self.kind == Kind.BF16 else max(self.group, BLOCK if self.has_steps else TILE_BYTES)
+        return TILE_BYTES // 2 if self.kind == WeightType.BF16 else max(self.group, BLOCK if self.has_steps else TILE_BYTES)
 
 
 def is_packable(matrix: Matrix) -> bool:
@@ -101,7 +106,7 @@ def _is_half(numbers: Tensor) -> bool:
 
 
 def pack_linear(
-    context: Context,
+    context: NativeContext,
     matrix: Matrix,
     bias: Tensor | None,
     *,
@@ -120,14 +125,16 @@ def pack_linear(
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
         matrix = quantize_weight(matrix.dequantize(torch.bfloat16), quantization, group)
     is_int8 = isinstance(matrix, Int8Columns) or quantization == "w8a8"
-    form = form_of(matrix) if isinstance(matrix, Grouped | Int4Columns) else Form(Kind.INT8 if is_int8 else Kind.BF16)
+    form = form_of(matrix) if isinstance(matrix, Grouped | Int4Columns) else PackedForm(WeightType.INT8 if is_int8 else WeightType.BF16)
     n, k = matrix.shape
     layer = NativeLinear(context, n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
     return layer
 
 
-def pack_joined(context: Context, matrix: Joined, bias: Tensor | None, *, quantization: str, group: int, is_gated: bool, activation: str) -> "NativeLinear":
+def pack_joined(
+    context: NativeContext, matrix: Joined, bias: Tensor | None, *, quantization: str, group: int, is_gated: bool, activation: str
+) -> "NativeLinear":
     """A layer of several matrices, which is its first with the others behind it. A gated one is of
     two: the gate, and what its activation is multiplied by."""
     assert not is_gated or (len(matrix.parts) == 2 and matrix.parts[0].shape == matrix.parts[1].shape)
@@ -152,16 +159,16 @@ def join(layers: Sequence["NativeLinear"], *, is_gated: bool) -> "NativeLinear":
     return first
 
 
-def form_of(matrix: Grouped | Int4Columns) -> Form:
+def form_of(matrix: Grouped | Int4Columns) -> PackedForm:
     if isinstance(matrix, Int4Columns):
-        return Form(Kind.INT4, matrix.group)
-    kind = Kind.FOUR_BIT if matrix.table is not None else Kind.PLANES if matrix.bits in PLANES else Kind.INT8_GROUPS
-    bits, offset = (matrix.bits, -matrix.lowest) if kind == Kind.PLANES else (8, 128)
-    return Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
+        return PackedForm(WeightType.INT4, matrix.group)
+    kind = WeightType.FOUR_BIT if matrix.table is not None else WeightType.PLANES if matrix.bits in PLANES else WeightType.INT8_GROUPS
+    bits, offset = (matrix.bits, -matrix.lowest) if kind == WeightType.PLANES else (8, 128)
+    return PackedForm(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
 
 
 def restore_linear(
-    context: Context,
+    context: NativeContext,
     parts: dict[str, Tensor],
     n: int,
     k: int,
@@ -183,16 +190,16 @@ def restore_linear(
     return layer
 
 
-def _form_of(parts: dict[str, Tensor]) -> Form:
+def _form_of(parts: dict[str, Tensor]) -> PackedForm:
     of_groups = parts.get("group_scales", parts.get("steps"))
     if of_groups is None:
-        return Form(Kind.INT8 if "scales" in parts else Kind.BF16)
-    kind = Kind.FOUR_BIT if "table" in parts else Kind.INT8_GROUPS if "group_scales" in parts else Kind.INT4
+        return PackedForm(WeightType.INT8 if "scales" in parts else WeightType.BF16)
+    kind = WeightType.FOUR_BIT if "table" in parts else WeightType.INT8_GROUPS if "group_scales" in parts else WeightType.INT4
     num_bits = parts["data"].nbytes * 8 if "data" in parts else 0
     group = num_bits // BITS[kind] // max(of_groups.numel(), 1)
-    if group not in (GROUPS if kind == Kind.INT8_GROUPS else FOUR_BIT_GROUPS):
+    if group not in (GROUPS if kind == WeightType.INT8_GROUPS else FOUR_BIT_GROUPS):
         raise ValueError(OTHER_PARTS)
-    return Form(kind, group) if kind == Kind.INT4 else Form(kind, group, "zeros" in parts, "minima" in parts)
+    return PackedForm(kind, group) if kind == WeightType.INT4 else PackedForm(kind, group, "zeros" in parts, "minima" in parts)
 
 
 class NativeLinear:
@@ -200,8 +207,17 @@ class NativeLinear:
     memory or in a file."""
 
     def __init__(
-        self, context: Context, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu", parts: dict[str, Tensor] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        context: NativeContext,
+        n: int,
+        k: int,
+        form: PackedForm,
+        *,
+        is_gated: bool,
+        has_bias: bool,
+        activation: str = "silu",
+        parts: dict[str, Tensor] | None = None,
+    ) -> None:
         """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes
         through the activation; parts: the memory that part_shapes asks for; None: new memory."""
         self.context = context
@@ -264,7 +280,7 @@ class NativeLinear:
         """Leave activations in bfloat16 from now on: each product is that of the weights rounded to
         bfloat16, bit by bit, though they stay packed as they are."""
         for each in (self, *self.following):
-            each.struct.is_widened = int(each.form.kind != Kind.BF16)
+            each.struct.is_widened = int(each.form.kind != WeightType.BF16)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
@@ -303,13 +319,13 @@ class NativeMlp:
         return out
 
 
-def _empty_parts(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, Tensor]:
+def _empty_parts(form: PackedForm, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, Tensor]:
     """The parts of a layer of this form, as kernels.h has them, with zeros inside."""
     shapes = part_shapes(form, padded_n, padded_k, has_bias=has_bias)
     return {name: mapped_zeros(*shape) if name == "data" else torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
 
 
-def part_shapes(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def part_shapes(form: PackedForm, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each part, by its name in kernels.h."""
     of_groups = (padded_n // PAIR, padded_k // form.group, PAIR)
     of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else of_groups
@@ -318,21 +334,60 @@ def part_shapes(form: Form, padded_n: int, padded_k: int, *, has_bias: bool) -> 
         "data": (True, (padded_n * padded_k * form.data_bits // 8,), torch.uint8),
         "scales": (by_columns, (padded_n,), torch.float32),
         "sums": (by_columns, (padded_n,), torch.int32),
-        "table": (form.kind == Kind.FOUR_BIT, (16,), torch.int8),
+        "table": (form.kind == WeightType.FOUR_BIT, (16,), torch.int8),
         "group_scales": (by_groups, of_scales, torch.float16),
         "zeros": (by_groups and form.has_zeros, of_groups, torch.int8),
         "minima": (by_groups and form.has_minima, of_scales, torch.float16),
-        "steps": (form.kind == Kind.INT4 or (by_groups and form.has_steps), of_groups, torch.int8),
+        "steps": (form.kind == WeightType.INT4 or (by_groups and form.has_steps), of_groups, torch.int8),
         "minimum_steps": (by_groups and form.has_steps and form.has_minima, of_groups, torch.int8),
         "bias": (has_bias, (padded_n,), torch.float32),
     }
     return {name: (shape, dtype) for name, (is_there, shape, dtype) in wanted.items() if is_there}
 
 
-def padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:
+def padded(n: int, k: int, form: PackedForm, is_gated: bool) -> tuple[int, int]:
     """Outputs and inputs with what fills their last tiles."""
     return PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR), _round_up(k, form.unit)
 
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
+
+
+def move_out(linears: Sequence[Linear | None]) -> tuple[LayerOutline, Tensor]:
+    """The outline of a layer's qkv, output, gate_up and down, and their bytes, [num_bytes] uint8."""
+    outlines, pieces = [], [torch.empty(0, dtype=torch.uint8)]
+    for linear in linears:
+        assert linear is None or isinstance(linear, NativeLinear)
+        matrices = () if linear is None else (linear, *linear.following)
+        outlines.append(tuple(_outline(each) for each in matrices))
+        for part in (part for matrix in matrices for part in matrix.parts.values()):
+            pieces += [as_bytes(part), torch.zeros(-part.nbytes % ALIGNMENT, dtype=torch.uint8)]
+    memory = torch.cat(pieces)
+    return LayerOutline(len(memory), *outlines), memory
+
+
+def move_in(context: NativeContext, outline: LayerOutline, memory: Tensor) -> list[NativeLinear | None]:
+    """The layer's qkv, output, gate_up and down. Whenever they are called, memory [num_bytes] uint8 has
+    their bytes."""
+    at, linears = 0, list[NativeLinear | None]()
+    for linear in (outline.qkv, outline.output, outline.gate_up, outline.down):
+        matrices = []
+        for of in linear:
+            parts, form = {}, PackedForm(*of.form)
+            for name, (shape, dtype) in part_shapes(form, *padded(of.n, of.k, form, of.is_gated), has_bias=of.has_bias).items():
+                size = math.prod(shape) * dtype.itemsize
+                parts[name] = memory[at : at + size].view(dtype).view(shape)
+                at += size + -size % ALIGNMENT
+            matrix = NativeLinear(context, of.n, of.k, form, is_gated=of.is_gated, has_bias=of.has_bias, parts=parts)
+            for name, number in zip(NUMBERS, of.numbers, strict=True):
+                setattr(matrix.struct, name, number)
+            matrices.append(matrix)
+        linears.append(join(matrices, is_gated=bool(matrices[0].struct.is_gate)) if matrices else None)
+    return linears
+
+
+def _outline(matrix: NativeLinear) -> MatrixOutline:
+    struct = matrix.struct
+    numbers = tuple(getattr(struct, name) for name in NUMBERS)
+    return MatrixOutline(struct.n, struct.k, bool(struct.is_gated), "bias" in matrix.parts, astuple(matrix.form), numbers)

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.compute.backends.backend import LayerWeights, Wiring
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
-from services.compute.backends.cpu.library import Attention, Context, Group, Layer, Layers, Meet, Norms, Pointer, pointer
+from services.compute.backends.cpu.library import AttentionArguments, Layer, Layers, Meet, NativeContext, NormPointers, Pointer, RankGroup, pointer
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
 from services.compute.ranks.parallel.ranks import Cut
@@ -22,7 +22,7 @@ TILE_ROWS = 16  # of activations
 class NativeStack:
     """See backend.py's Stack."""
 
-    def __init__(self, context: Context, buffers: Buffers, layers: Sequence[LayerWeights], wiring: Wiring, cut: Cut | None = None) -> None:
+    def __init__(self, context: NativeContext, buffers: Buffers, layers: Sequence[LayerWeights], wiring: Wiring, cut: Cut | None = None) -> None:
         """layers: of one context, with its MLPs."""
         self.context = context
         self.buffers = buffers
@@ -37,7 +37,7 @@ class NativeStack:
                 if linear is not None:
                     setattr(each, name, ctypes.pointer(linear.struct))
             norms = layer.norms
-            each.norms = Norms(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
+            each.norms = NormPointers(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
 
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan, taps: Taps | None = None) -> Tensor:
@@ -105,17 +105,17 @@ def linears_of(layer: LayerWeights) -> dict[str, NativeLinear | None]:
 class Team:
     """The ranks that run the layers together, as native code sees them."""
 
-    def __init__(self, context: Context, cut: Cut) -> None:
+    def __init__(self, context: NativeContext, cut: Cut) -> None:
         self.cut = cut
         self.ranks = cut.ranks
-        self.group = Group(meet_with=cut.ranks.meeting, first_output=cut.hidden[cut.rank].start, first_intermediate=cut.intermediate[cut.rank].start)
+        self.group = RankGroup(meet_with=cut.ranks.meeting, first_output=cut.hidden[cut.rank].start, first_intermediate=cut.intermediate[cut.rank].start)
         self.group.padded_intermediate = -(-cut.intermediate[-1].stop // UNIT) * UNIT
         # of the step: what is gathered, of whose dimension the ranks have which parts
         self.results: list[tuple[Tensor, Sequence[range], int]] = []
         self.error: BaseException | None = None  # of a gather, which native code can't raise
         self.group.meet = context.meet if cut.ranks.meeting is not None else Meet(self._complete)
 
-    def begin(self, added: Tensor, attention: Attention) -> Group:
+    def begin(self, added: Tensor, attention: AttentionArguments) -> RankGroup:
         """Prepare a step. added: [T, hidden], what the layers add to, or write what is added to it; attention: of
         the step, whose result becomes a part of the ranks'."""
         cut, num_tokens = self.cut, len(added)
@@ -132,7 +132,7 @@ class Team:
         return self.group
 
     def _complete(self, _: int | None, gathered: int) -> None:
-        """A Group's meet. After an error the ranks are out of step: nothing is gathered any more."""
+        """A RankGroup's meet. After an error the ranks are out of step: nothing is gathered any more."""
         if self.error is None:
             try:
                 self.ranks.all_gather_in_place(*self.results[gathered])

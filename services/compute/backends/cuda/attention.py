@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.graphs import LONGEST_ROW, MOST_TOKENS, pad_to_bucket
+from services.compute.backends.cuda.graphs import LONGEST_ROW, MAX_TOKENS, pad_to_bucket
 from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.kernels import blocks as block_kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
@@ -24,13 +24,13 @@ ROWS = 64  # of a tile: queries times the query heads that share a KV head
 RANGE = 512  # positions whose results are merged in order, at first: a multiple of the keys of a block
 # programs among which a token's ranges are divided: at most, and at least, where all tokens have
 # PROGRAMS of them together
-SPLITS, LEAST_SPLITS, PROGRAMS = 16, 4, 4096
+SPLITS, MIN_SPLITS, PROGRAMS = 16, 4, 4096
 MAX_HEAD_DIM = 256
 HEADS = 16  # that a program rotates
 SMALLEST_BLOCK = 16  # tokens: --block-size is a multiple of it
 FOUND_AT_ONCE = 256  # slots
 EVERYTHING = 1 << 30  # the window of a layer without one
-MOST_HOLES = MAX_SEGMENTS * SEGMENT_MULTIPLE  # of a context, beside its tokens
+MAX_HOLES = MAX_SEGMENTS * SEGMENT_MULTIPLE  # of a context, in addition to its tokens
 
 
 def count_ranges(num_positions: int) -> int:
@@ -129,12 +129,12 @@ class CudaAttention:
     def reserve(self, num_sequences: int, num_tokens: int, longest: int) -> None:
         """Make room for any step of so many sequences and tokens, of contexts of up to `longest`
         tokens: no later one moves what recordings read."""
-        self.tables.reserve(num_sequences, -(-(longest + MOST_HOLES) // SMALLEST_BLOCK))
-        self.num_ranges = max(self.num_ranges, count_ranges(longest + MOST_HOLES))
-        num_rows = max(num_tokens, pad_to_bucket(max(num_sequences, MOST_TOKENS)))
+        self.tables.reserve(num_sequences, -(-(longest + MAX_HOLES) // SMALLEST_BLOCK))
+        self.num_ranges = max(self.num_ranges, count_ranges(longest + MAX_HOLES))
+        num_rows = max(num_tokens, pad_to_bucket(max(num_sequences, MAX_TOKENS)))
         self.buffers.reserve("attention plan", 1 + (4 + 2 + 4) * num_rows, torch.int32)
         self.buffers.reserve("last seen", num_tokens, torch.int32)
-        self._take(num_rows, pad_to_bucket(max(num_sequences, MOST_TOKENS)))
+        self._take(num_rows, pad_to_bucket(max(num_sequences, MAX_TOKENS)))
         self.buffers.take("slots", (num_rows,), torch.int64)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:
@@ -144,7 +144,7 @@ class CudaAttention:
         num_tokens, longest = int(lens.sum()), int(ends.max())
         starts = lens.cumsum() - lens
         is_single = lens == 1
-        is_short = bool(is_single.all()) or (int(lens.max()) <= LONGEST_ROW and num_tokens <= MOST_TOKENS)
+        is_short = bool(is_single.all()) or (int(lens.max()) <= LONGEST_ROW and num_tokens <= MAX_TOKENS)
         is_recordable = is_short and inputs.last_seen is None
         num_rows = pad_to_bucket(num_tokens) if is_recordable else num_tokens
         self.tables.reserve(len(lens), -(-longest // block_size))
@@ -216,10 +216,10 @@ class CudaAttention:
             num_warps=warps_of(tile * self.dim), enable_fp_fusion=True,
         )  # fmt: skip
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
-        most = min(SPLITS, num_ranges, max(LEAST_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
+        max_splits = min(SPLITS, num_ranges, max(MIN_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
         flat = plan.tiles.view(-1)
-        for first, count, splits in ((0, plan.num_split, most), (plan.num_split, num_tiles - plan.num_split, 0)):
+        for first, count, splits in ((0, plan.num_split, max_splits), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring, Workspace
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, SearchRequest, Wiring, Workspace
 from services.compute.backends.buffers import to_device_together
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
@@ -221,11 +221,11 @@ class CudaBackend:
         if not isinstance(step.head, CudaLinear):
             return  # it is elsewhere, and so is the search
         logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
-        all_masses = MassRequest(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
+        every = np.arange(step.num_logits)
         for k in (1, LISTED):
             listed = np.full(step.num_logits, min(k, step.head.num_outputs), np.int32)
             seeds, positions = np.zeros(step.num_logits, np.uint64), np.ones(step.num_logits, np.int32)
-            wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, all_masses, all_masses)
+            wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, every, every)
             self.row_search.start(logits, wanted).read()
 
     def _plan(self, attention: CudaAttention, lens: list[int], *, num_ropes: int = 1) -> CudaPlan:

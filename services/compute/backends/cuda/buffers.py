@@ -70,7 +70,7 @@ class CudaBuffers(Buffers):
         self.generation += name in self._places
         wanted = max(SMALLEST, 1 << (size - 1).bit_length())
         if self._used + wanted > len(self._host):
-            self.upload()  # who was given a part of what is left here reads it there
+            self.upload()  # holders of a part of the old buffer read it from the device
             self._hold(2 * (self._used + wanted))
         self._places[name] = self._used, wanted
         self._used += wanted

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from shared.process.errors import words_of
+
 OLDEST = (8, 0)  # Ampere: the first that multiplies bfloat16
 OLDEST_FLOAT8 = (8, 9)  # Ada: the first that multiplies e4m3
 # 99 KB a block: CUDA's programming guide, compute capabilities
@@ -34,7 +36,7 @@ def why_unusable() -> str | None:
     try:
         torch.cuda.mem_get_info()  # the first that needs the device itself
     except RuntimeError as error:
-        return first_line(error)
+        return words_of(error)
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
         return f"{torch.cuda.get_device_name()} has compute capability {version_of(capability)}, the kernels need {version_of(OLDEST)} (Ampere) or newer"
     return None
@@ -65,9 +67,5 @@ def _why_unavailable() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return first_line(error)
+        return words_of(error)
     return "there is no CUDA device"
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

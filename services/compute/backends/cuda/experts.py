@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from services.compute.backends.cuda.kernels import experts as kernels
-from services.compute.backends.cuda.linear import CudaLinear, Form, Tile
+from services.compute.backends.cuda.linear import CudaLinear, Tile, WeightForm
 from services.compute.backends.cuda.row_math import QuantizedRows
 
 AT_ONCE = 1024  # pairs that a program reads at a time
@@ -58,7 +58,7 @@ class Stacked:
         kernels.multiply_experts[(len(tiles) * triton.cdiv(n, tile.columns),)](
             *inputs, *self.parts.values(), out, order, tiles, len(tiles), pairs_per_row, n, layer.k, layer.weight.stride(0), layer.height,
             *self.sizes, *layer.words,
-            FORM=int(layer.form), FIRST=layer.first, GROUP=layer.group if layer.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
+            FORM=int(layer.form), FIRST=layer.first, GROUP=layer.group if layer.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
             ACTIVATION=layer.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=layer.weight.dtype == torch.float32,  # as in CudaLinear
         )  # fmt: skip

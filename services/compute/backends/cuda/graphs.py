@@ -17,7 +17,7 @@ Record = Callable[[Forward], Forward]
 
 # of a step that is recorded: a row's tokens (the last one and its drafts), and where a row has
 # several, all rows' together
-LONGEST_ROW, MOST_TOKENS = 17, 64
+LONGEST_ROW, MAX_TOKENS = 17, 64
 
 
 def pad_to_bucket(count: int) -> int:
@@ -32,7 +32,7 @@ def pad_to_bucket(count: int) -> int:
 def recorded_sizes(max_num_seqs: int) -> list[int]:
     """The tokens of all steps that are recorded, padding included, the most first: the memory in
     which one works is then enough for the next."""
-    return sorted({pad_to_bucket(count) for count in range(1, max(max_num_seqs, MOST_TOKENS) + 1)}, reverse=True)
+    return sorted({pad_to_bucket(count) for count in range(1, max(max_num_seqs, MAX_TOKENS) + 1)}, reverse=True)
 
 
 def cuda_recorder() -> Record:

@@ -18,12 +18,12 @@ FLOAT8_DEPTH = 128  # inputs that tensor cores may add up in fewer bits than flo
 VENDOR_UNIT = {torch.int8: 8, torch.float8_e4m3fn: 16}  # inputs and outputs come in multiples of it
 FINISHED_ROWS, FINISHED_COLUMNS = 4, 512  # of a program
 NARROW = 32  # columns of a tile of few rows
-LEAST_SPAN, MOST_PARTS = 512, 8
+MIN_SPAN, MAX_PARTS = 512, 8
 PROGRAMS = 8  # of a multiprocessor, to which the sums of groups are divided: each waits for its group's products
 SPAN_UNIT = 256  # a multiple of all tiles' depths
 
 
-class Form(IntEnum):
+class WeightForm(IntEnum):
     """kernels/products.py's."""
 
     DENSE = 0
@@ -47,25 +47,25 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SplitK:
     """How a layer's sums are divided: over each `span` inputs, and then over these parts."""
 
     span: int
-    enough_tiles: int  # of which there is work for all of the device: then one program has all parts
+    enough_tiles: int  # from this many on the device is busy: then one program has all parts
 
 
-def divide(n: int, k: int, multiprocessors: int, *, has_groups: bool) -> Parts | None:
+def divide(n: int, k: int, multiprocessors: int, *, has_groups: bool) -> SplitK | None:
     """The parts of a layer [n, k] that has tiles of outputs for less than half of a device's programs; None:
     it has enough, or its inputs are few. It depends on nothing else: the parts decide bits. has_groups: of
     int8 or 4-bit codes, whose programs run PROGRAMS together."""
     num_tiles, num_programs = triton.cdiv(n, NARROW), multiprocessors * (PROGRAMS if has_groups else 1)
-    num_parts = min(num_programs // num_tiles, k // LEAST_SPAN, MOST_PARTS)
+    num_parts = min(num_programs // num_tiles, k // MIN_SPAN, MAX_PARTS)
     if num_parts < 2:
         return None
-    return Parts(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, num_programs // 2)
+    return SplitK(triton.cdiv(triton.cdiv(k, num_parts), SPAN_UNIT) * SPAN_UNIT, num_programs // 2)
 
 
-def choose_tile(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wide: bool, is_hopper: bool) -> Tile:
+def choose_tile(form: WeightForm, num_rows: int, group: int, *, is_gated: bool, is_wide: bool, is_hopper: bool) -> Tile:
     """The fastest that were measured on an H200; docs/understand/gpu.md says how fast. Dense and FP8 tiles
     have 64 rows or more and one depth, so that all rows run through the same instructions in the same
     order; with int8 any tile gives the same bits. None takes more than 96 KB of a multiprocessor's
@@ -75,24 +75,24 @@ def choose_tile(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wid
     if num_rows <= FEW_ROWS:
         return _tile_of_few(form, num_rows, group, is_gated=is_gated, is_wide=is_wide)
     if not is_hopper or is_wide:
-        depth = {Form.DENSE: 32 if is_wide else 64, Form.COLUMNS: 128, Form.FLOAT8: FLOAT8_DEPTH}.get(form, group)
-        return Tile(128, 128 if form == Form.FLOAT8 else 64, depth, 8, 3)
+        depth = {WeightForm.DENSE: 32 if is_wide else 64, WeightForm.COLUMNS: 128, WeightForm.FLOAT8: FLOAT8_DEPTH}.get(form, group)
+        return Tile(128, 128 if form == WeightForm.FLOAT8 else 64, depth, 8, 3)
     is_some = num_rows <= SOME_ROWS
-    if form == Form.DENSE:
+    if form == WeightForm.DENSE:
         return Tile(64, 128, 64, 4, 4) if is_some else Tile(128, 128, 64, 8, 3)
-    if form == Form.COLUMNS:
+    if form == WeightForm.COLUMNS:
         return Tile(64, 128, 128, 4, 4) if is_some else Tile(128, 128, 128, 4, 3)
-    if form >= Form.FLOAT8:
-        return Tile(64, 128, FLOAT8_DEPTH, 4, 4) if form == Form.FLOAT8 else Tile(128, 64, group, 8, 3)
+    if form >= WeightForm.FLOAT8:
+        return Tile(64, 128, FLOAT8_DEPTH, 4, 4) if form == WeightForm.FLOAT8 else Tile(128, 64, group, 8, 3)
     return Tile(64, 128, group, 4, 3)
 
 
-def _tile_of_few(form: Form, num_rows: int, group: int, *, is_gated: bool, is_wide: bool) -> Tile:
-    if form == Form.DENSE:
+def _tile_of_few(form: WeightForm, num_rows: int, group: int, *, is_gated: bool, is_wide: bool) -> Tile:
+    if form == WeightForm.DENSE:
         return Tile(64, 32, 32, 4, 6) if is_wide else Tile(64, 64, 64, 4, 5) if is_gated else Tile(64, 32, 64, 4, 8)
-    if form >= Form.FLOAT8:
-        return Tile(64, 32, group if form == Form.FLOAT8_BLOCKS else FLOAT8_DEPTH, 4, 4 if is_gated else 6)
-    if form == Form.COLUMNS:
+    if form >= WeightForm.FLOAT8:
+        return Tile(64, 32, group if form == WeightForm.FLOAT8_BLOCKS else FLOAT8_DEPTH, 4, 4 if is_gated else 6)
+    if form == WeightForm.COLUMNS:
         return Tile(16, 32, 256, 4, 4) if num_rows <= 16 else Tile(64, 32, 128, 4, 4 if is_gated else 6)
     return Tile(16, 32, group, 4, 4) if num_rows <= 16 else Tile(64, 32, group, 4, 3)
 
@@ -116,7 +116,7 @@ class CudaLinear:
 
     def __init__(
         self, matrix: OneForm, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None,
-        parts: Parts | None = None, is_hopper: bool,
+        parts: SplitK | None = None, is_hopper: bool,
     ) -> None:  # fmt: skip
         """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
         rows from which on the vendor's product is used, if any; parts: of the whole layer's sums; is_hopper:
@@ -137,18 +137,18 @@ class CudaLinear:
         self.group = self.k
         self.height = 1
         if isinstance(matrix, Dense):
-            self.form, self.weight = Form.DENSE, matrix.dequantize(dtype).contiguous()
+            self.form, self.weight = WeightForm.DENSE, matrix.dequantize(dtype).contiguous()
         elif isinstance(matrix, Int8Columns):
-            self.form, self.weight, self.scales = Form.COLUMNS, matrix.codes.contiguous(), matrix.scales.float().contiguous()
+            self.form, self.weight, self.scales = WeightForm.COLUMNS, matrix.codes.contiguous(), matrix.scales.float().contiguous()
         elif isinstance(matrix, Float8):
             matrix = matrix.by_output() if matrix.is_by_column else matrix
-            self.form = Form.FLOAT8 if matrix.is_by_column else Form.FLOAT8_BLOCKS
+            self.form = WeightForm.FLOAT8 if matrix.is_by_column else WeightForm.FLOAT8_BLOCKS
             self.group, self.height = matrix.group, matrix.height
             self.weight, self.scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
         else:
             matrix = matrix.with_table()
             self.group = matrix.group
-            self.form, self.weight = (Form.GROUPS, matrix.codes.contiguous()) if matrix.table is None else (Form.FOUR_BIT, pack_pairs(matrix.codes))
+            self.form, self.weight = (WeightForm.GROUPS, matrix.codes.contiguous()) if matrix.table is None else (WeightForm.FOUR_BIT, pack_pairs(matrix.codes))
             self.scales = matrix.scales.half().contiguous()
             self.zeros = matrix.zeros.contiguous() if matrix.zeros is not None else None
             self.minima = matrix.minima.half().contiguous() if matrix.minima is not None else None
@@ -156,13 +156,13 @@ class CudaLinear:
                 self.first, self.words = read_table(matrix.table)
         unit = VENDOR_UNIT.get(self.weight.dtype, 1)
         # what _scaled_mm takes with scales by row and column
-        is_scaled_in_bf16 = self.form is Form.FLOAT8 and dtype == torch.bfloat16
-        has_vendor = (self.form in (Form.DENSE, Form.COLUMNS) or is_scaled_in_bf16) and n % unit == 0 and self.k % unit == 0
+        is_scaled_in_bf16 = self.form is WeightForm.FLOAT8 and dtype == torch.bfloat16
+        has_vendor = (self.form in (WeightForm.DENSE, WeightForm.COLUMNS) or is_scaled_in_bf16) and n % unit == 0 and self.k % unit == 0
         self.vendor_from = vendor_from if has_vendor else None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that a call reads beside x."""
+        """Bytes that a call reads, without x."""
         return sum(each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
@@ -177,8 +177,8 @@ class CudaLinear:
 
     def prepare(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor | QuantizedRows:
         """norm(x), in codes where weights are."""
-        if self.form != Form.DENSE:
-            return quantize(x, self.group, torch.float8_e4m3fn if self.form >= Form.FLOAT8 else torch.int8, norm=norm, eps=eps)
+        if self.form != WeightForm.DENSE:
+            return quantize(x, self.group, torch.float8_e4m3fn if self.form >= WeightForm.FLOAT8 else torch.int8, norm=norm, eps=eps)
         return x.contiguous() if norm is None else prepare(x, norm=norm, eps=eps)
 
     def multiply(self, rows: Tensor | QuantizedRows, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -195,7 +195,7 @@ class CudaLinear:
         kernels.multiply[(num_tiles,)](
             *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k,
             self.k if self.parts is None else self.parts.span, self.weight.stride(0), self.height, *self.words,
-            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
+            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
             ACTIVATION=self.activation, HAS_PARTS=self.parts is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
             num_warps=tile.warps, num_stages=tile.stages,
             # whose sums are multiply-adds; else one tile would be fused where another is not
@@ -213,13 +213,13 @@ class CudaLinear:
         """The same bits, by a program for each part of a tile, and a pass that adds them up."""
         num_rows, n = len(out), self.weight.shape[0]
         num_parts = triton.cdiv(self.k, span)
-        sums = torch.empty((num_parts, num_rows, n), dtype=torch.int32 if self.form == Form.COLUMNS else torch.float32, device=out.device)
+        sums = torch.empty((num_parts, num_rows, n), dtype=torch.int32 if self.form == WeightForm.COLUMNS else torch.float32, device=out.device)
         kernels.multiply_part[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns), num_parts)](
             *inputs, self.weight, self.scales, self.zeros, self.minima, sums, num_rows, n, self.k, span, self.weight.stride(0), self.height, *self.words,
-            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
+            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
-        scales = (inputs[1], self.scales) if self.form in (Form.COLUMNS, Form.FLOAT8) else (None, None)
+        scales = (inputs[1], self.scales) if self.form in (WeightForm.COLUMNS, WeightForm.FLOAT8) else (None, None)
         self.finish(sums, scales, residual, out, num_parts, is_fused=False)
         return out
 
@@ -240,7 +240,7 @@ class CudaLinear:
         scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if not isinstance(rows, QuantizedRows):
             product = rows @ self.weight.T
-        elif self.form == Form.COLUMNS:
+        elif self.form == WeightForm.COLUMNS:
             product, scales = torch._int_mm(rows.codes, self.weight.T), (rows.scales, self.scales)
         else:
             assert self.scales is not None

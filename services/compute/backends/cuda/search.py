@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from services.compute.backends.backend import SearchRequest, SearchResult
+from services.compute.backends.backend import SearchRequest
 from services.compute.backends.buffers import to_device, to_device_together
 from services.compute.backends.cuda.kernels import search as kernels
 from shared.model.arrays import Array
@@ -24,11 +24,11 @@ PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; an
 
 @dataclass(frozen=True, slots=True)
 class CudaSearch:
-    """A search under way."""
+    """A search that the device runs."""
 
     drawn: Tensor  # [R] int64, on the device
     wanted: SearchRequest
-    # here, once `copied` has happened: keys, `drawn` and masses
+    # on the host, valid after the event `copied`: keys, `drawn` and masses
     copies: list[Tensor]
     copied: torch.cuda.Event | None  # None: without a GPU
 
@@ -36,12 +36,10 @@ class CudaSearch:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def read(self) -> SearchResult:
+    def read(self) -> tuple[Array, Array, Array]:
         self.wait()
         keys, _, masses = (each.numpy() for each in self.copies)
-        values, token_ids = unpack_keys(keys[:, : int(self.wanted.num_listed.max(initial=1))])
-        scored, whole = np.split(sum_parts(masses), [len(self.wanted.scored.rows)])
-        return SearchResult(values, token_ids, scored, whole)
+        return *unpack_keys(keys[:, : self.wanted.width]), sum_parts(masses)
 
     def read_drawn(self) -> Array:
         self.wait()
@@ -53,24 +51,19 @@ class CudaRowSearch:
     """TorchRowSearch on the device. A row's result does not depend on the others."""
 
     def ban(self, logits: Tensor, rows: Array, masks: Sequence[Array]) -> None:
-        """In one launch; the masks cross in one copy."""
+        """One kernel launch, one host-to-device copy for the masks."""
         assert logits.is_contiguous()
         words = to_device(np.stack(masks).view(np.int32), logits.device)
         grid = (len(masks), triton.cdiv(logits.shape[1], BLOCK))
         kernels.ban_logits[grid](logits, to_device(rows, logits.device), words, logits.shape[1], words.shape[1], BLOCK=BLOCK)
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
-        """Launch the search and the draws: they read what the searches before them have found."""
+        """Launch the search, and the draws, which read its results on the device."""
         num_rows = len(wanted.params)
-        asked = (wanted.scored, wanted.whole)
-        rows, temperatures, draws, states = to_device_together(
-            [
-                np.concatenate([each.rows for each in asked]), np.concatenate([each.temperatures for each in asked]), draws_of(wanted),
-                row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64),
-            ],
-            logits.device,
-        )  # fmt: skip
-        keys = largest_keys(logits, int(wanted.num_listed.max(initial=1)))
+        noise = row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64)
+        arrays = [wanted.mass_rows, wanted.mass_temperatures, draws_of(wanted), noise]
+        rows, temperatures, draws, states = to_device_together(arrays, logits.device)
+        keys = largest_keys(logits, wanted.width)
         masses = partial_masses(logits, rows, first_logits(keys[rows]) if len(rows) else temperatures, temperatures)
         drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows:
@@ -97,7 +90,7 @@ class CudaRowSearch:
 
 def largest_keys(logits: Tensor, k: int) -> Tensor:
     """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64,
-    falling: chunk by chunk, and then among those that were found, until one chunk is left."""
+    falling: chunk by chunk, and then among the keys kept of all chunks, until one chunk is left."""
     num_rows, vocab_size = logits.shape
     kept = next((size for size in KEPT if size >= k), triton.next_power_of_2(k))
     chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
@@ -115,8 +108,7 @@ def largest_keys(logits: Tensor, k: int) -> Tensor:
 
 
 def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """The masses of total_masses: a sum for each part of the vocabulary, of which there are as many
-    as it is long. Returns [n, parts] float32."""
+    """The masses of total_masses: a sum for each PART tokens of the vocabulary. Returns [n, parts] float32."""
     num_parts = triton.cdiv(logits.shape[1], PART)
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):
@@ -135,13 +127,13 @@ def sum_parts(masses: Array) -> Array:
 def draws_of(wanted: SearchRequest) -> Array:
     """The argument of draw_tokens: [R, 6] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
-    masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))
+    masses_rows[wanted.whole] = len(wanted.scored) + np.arange(len(wanted.whole))
     asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]
     return np.column_stack([np.array(asked, np.float64), wanted.num_listed, masses_rows])
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Copies here, under way from a GPU in one piece. tensors: those of wider numbers first."""
+    """Copies on the host, begun as one asynchronous transfer. tensors: those of wider numbers first."""
     there = torch.cat([each.flatten().view(torch.uint8) for each in tensors])
     here = there if there.device.type == "cpu" else torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
     pieces = torch.split(here, [each.nbytes for each in tensors])

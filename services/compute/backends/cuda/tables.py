@@ -16,8 +16,8 @@ WRITTEN_AT_ONCE = 1024  # entries of a program
 
 
 class BlockTables:
-    """The block tables of the sequences that ran last, and of each block how many of its positions
-    are tokens, where somebody asks."""
+    """The block tables of the sequences that ran last, and for steps with `block_lens` how many
+    positions of each block are tokens."""
 
     def __init__(self, buffers: CudaBuffers) -> None:
         self.buffers = buffers

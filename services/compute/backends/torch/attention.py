@@ -50,16 +50,16 @@ class AttentionInputs:
     block_tables: list[tuple[int, ...]]  # as many blocks as the context needs, at least
     slot_mapping: Tensor  # [T] int64: where each token's K and V go; empty: found by an attention that finds_slots
     ropes: tuple[CosSin, ...]  # a layer names one of them
-    # of each sequence's blocks, how many of their positions are tokens: the others nobody sees. None: all are
+    # how many positions of each sequence's blocks are tokens: the others are masked. None: all are
     block_lens: list[tuple[int, ...]] | None = None
     # of the step's tokens, the last position that each sees, in its sequence; None: its own
     last_seen: list[int] | None = None
-    # names of the sequences, by which their tables may be kept from step to step; None: they are kept by nobody
+    # names of the sequences, by which their tables may be kept from step to step; None: no table is kept
     handles: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class QueryBlock:
     """Tokens of one sequence that are computed together."""
 
     rows: range  # of the step's tokens
@@ -97,18 +97,18 @@ class TorchAttention:
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
         """One group for each number of tokens and each power of two of ranges, so that at most half
         of what a group reads is padding."""
-        members: dict[tuple[int, int], list[Piece]] = {}
+        members: dict[tuple[int, int], list[QueryBlock]] = {}
         row = 0
         for sequence, (length, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             for at in range(0, length, PIECE):
                 count = min(PIECE, length - at)
                 end = context - length + at + count if inputs.last_seen is None else inputs.last_seen[row + at + count - 1] + 1
-                piece = Piece(range(row + at, row + at + count), sequence, end)
+                piece = QueryBlock(range(row + at, row + at + count), sequence, end)
                 members.setdefault((count, (-(-piece.num_context // RANGE)).bit_length()), []).append(piece)
             row += length
         return TorchPlan(inputs, [self._group(pieces, inputs, block_size) for pieces in members.values()])
 
-    def _group(self, pieces: list[Piece], inputs: AttentionInputs, block_size: int) -> PieceGroup:
+    def _group(self, pieces: list[QueryBlock], inputs: AttentionInputs, block_size: int) -> PieceGroup:
         device = inputs.slot_mapping.device
         context_lens = torch.tensor([[piece.num_context] for piece in pieces], device=device)
         width = -(-int(context_lens.max()) // block_size)

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.compute.backends.matrix import MOST_STEPS, SLICE, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
+from services.compute.backends.matrix import MAX_STEPS, SLICE, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
 
 # rows of a product: with a multiple of it, a row's bits do not depend on how many there are (below,
 # the libraries take other instructions for a few rows, and for the last ones)
 ROW_TILE = 16
 RANGE = 256  # positions whose keys are taken at a time
-LOWEST = -1.0e38  # a maximum of nothing
+LOWEST = -1.0e38  # initial value of a running maximum
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def quantize_nf4(weight: Tensor, group: int) -> Grouped:
     return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table)
 
 
-LEAST_STEP = 1e-30  # no group of w4 has a smaller one; float32 holds it
+MIN_STEP = 1e-30  # no group of w4 has a smaller one; float32 holds it
 # of a column's smallest scale: larger ones may bring the groups' steps nearer to whole numbers
 SCALE_FACTORS = tuple(1.0 + number / 40 for number in range(9))
 
@@ -111,11 +111,11 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
-    even = ((high - low) / 15.0).clamp(min=LEAST_STEP)
+    even = ((high - low) / 15.0).clamp(min=MIN_STEP)
     scales = choose_scales(even, torch.maximum(-low, high))[:, None]
     least, zeros, steps = even.new_full(even.shape, torch.inf), torch.zeros_like(even), torch.ones_like(even)
     for more in (-1, 0, 1):
-        some = ((even / scales).floor() + more).clamp(1, MOST_STEPS)
+        some = ((even / scales).floor() + more).clamp(1, MAX_STEPS)
         unit = some * scales
         for each in ((-low / unit).round().clamp(0, 15), (15 - (high / unit).round()).clamp(0, 15)):
             errors = round_int4(groups, some, each, scales).sub_(each[..., None]).mul_(unit[..., None]).sub_(groups).abs_()
@@ -128,11 +128,11 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
 
 def choose_scales(even: Tensor, reach: Tensor) -> Tensor:
     """Scales [n] of columns over which their groups' even steps are most nearly whole, none more than
-    MOST_STEPS, and with which int8 reaches the largest magnitudes. even, reach: [n, groups]."""
-    least = torch.maximum(reach / 127.0, even / MOST_STEPS).amax(-1, keepdim=True)
+    MAX_STEPS, and with which int8 reaches the largest magnitudes. even, reach: [n, groups]."""
+    least = torch.maximum(reach / 127.0, even / MAX_STEPS).amax(-1, keepdim=True)
     factors = torch.tensor(SCALE_FACTORS, device=even.device)
     scales = (least * factors)[..., None]  # [n, factors, 1]
-    errors = ((even[:, None] / scales).round().clamp(1, MOST_STEPS) * scales - even[:, None]).square().sum(-1)
+    errors = ((even[:, None] / scales).round().clamp(1, MAX_STEPS) * scales - even[:, None]).square().sum(-1)
     return least[:, 0] * factors[errors.argmin(-1)]
 
 
@@ -192,7 +192,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def add_scaled(x: Tensor, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
-    """x + multiplier * h, of which h is normalized first where there is a norm [hidden]. x, h: [T,
+    """x + multiplier * h. If there is a norm [hidden], h is normalized first. x, h: [T,
     hidden]. Returns [T, hidden]."""
     h = h if norm is None else rms_norm(h, norm, eps)
     return x + h * multiplier

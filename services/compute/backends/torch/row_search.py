@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.compute.backends.backend import MassRequest, RowSearch, SearchRequest, SearchResult
+from services.compute.backends.backend import RowSearch, SearchRequest
 from services.compute.backends.buffers import to_device
 from shared.model.arrays import Array
 from shared.model.decision import Draws, decide
@@ -34,9 +34,9 @@ class HostSearch:
     def read_drawn(self) -> None:
         pass
 
-    def read(self) -> SearchResult:
+    def read(self) -> tuple[Array, Array, Array]:
         logits, num_listed = self.logits, self.wanted.num_listed
-        num_rows, width = len(num_listed), int(num_listed.max(initial=1))
+        num_rows, width = len(num_listed), self.wanted.width
         values, token_ids = np.full((num_rows, width), -np.inf, np.float32), np.zeros((num_rows, width), np.int64)
         for is_single in (True, False):
             rows = np.flatnonzero((num_listed == 1) == is_single)
@@ -44,10 +44,10 @@ class HostSearch:
                 k = int(num_listed[rows].max())
                 some = logits if len(rows) == num_rows else logits[to_device(rows, logits.device)]
                 values[rows, :k], token_ids[rows, :k] = self.search.find_largest(some, k)
-        return SearchResult(values, token_ids, *(self._masses(values, each) for each in (self.wanted.scored, self.wanted.whole)))
-
-    def _masses(self, values: Array, asked: MassRequest) -> Array:
-        return self.search.total_masses(self.logits, asked.rows, values[asked.rows, 0], asked.temperatures) if len(asked.rows) else np.zeros(0)
+        rows = self.wanted.mass_rows
+        temperatures = self.wanted.mass_temperatures
+        masses = self.search.total_masses(logits, rows, values[rows, 0], temperatures) if len(rows) else np.zeros(0)
+        return values, token_ids, masses
 
 
 class TorchRowSearch:

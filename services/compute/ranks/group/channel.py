@@ -38,7 +38,7 @@ class Channel:
         return True
 
     def receive(self, busy_s: float = 0.0) -> Any:
-        """Wait for the next message, awake for busy_s: who sleeps takes some tens of microseconds to
+        """Wait for the next message, awake for busy_s: a thread that sleeps takes some tens of microseconds to
         wake up. Raises EOFError where none will come, OSError, or Invalid."""
         await_awake(self.connection, busy_s)
         return decode(receive_frame(self.connection))
@@ -61,7 +61,7 @@ def receive_frame(connection: socket.socket, longest: int = LONGEST, deadline: f
     """deadline: of all of it (monotonic, s). Raises EOFError, OSError, or Invalid for a longer one."""
     (length,) = FRAME.unpack(_receive(connection, FRAME.size, deadline))
     if length > longest:
-        raise Invalid(f"no message of a group: {length} bytes")
+        raise Invalid(f"this is not a message of a group: {length} bytes")
     return _receive(connection, length, deadline)
 
 

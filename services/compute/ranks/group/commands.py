@@ -53,14 +53,14 @@ class RoomFor:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
+class BlockCount:
     """How many blocks the KV cache has on all ranks."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptLayers:
     """The parts of layers that a rank keeps for rank 0."""
 
     layers: tuple[LayerOutline, ...]
@@ -123,7 +123,7 @@ class Accepted:
 # all that may be sent. Fields may be msgpack's own values, ranges, named tuples, dataclasses, and
 # tuples of any length or optional ones of these
 COMMANDS: tuple[type, ...] = (
-    RunStep, RunHead, SaveBlocks, FindBlocks, FoundBlocks, LoadBlocks, Close, Rendezvous, Loaded, Accepted, RoomFor, CacheSize, Kept
+    RunStep, RunHead, SaveBlocks, FindBlocks, FoundBlocks, LoadBlocks, Close, Rendezvous, Loaded, Accepted, RoomFor, BlockCount, KeptLayers
 )  # fmt: skip
 
 
@@ -140,36 +140,36 @@ def decode(data: bytes) -> Any:
         number, values = msgpack.unpackb(data, use_list=False)
         return _form_of(COMMANDS[number]).build(values)
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
-        raise Invalid(f"no message of a group: {error}") from None
+        raise Invalid(f"this is not a message of a group: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ValueCodec:
     """How values of a type become msgpack's, and are made of them again."""
 
     pack: Callable[[Any], Any]
     build: Callable[[Any], Any]
 
 
-def _form(hint: Any) -> Form | None:
+def _form(hint: Any) -> ValueCodec | None:
     """None: its values are msgpack's own."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         return _form_of(typing.cast(type, hint))
     if hint is range:  # of step 1
-        return Form(lambda value: (value.start, value.stop), lambda values: range(*values))
+        return ValueCodec(lambda value: (value.start, value.stop), lambda values: range(*values))
     if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        return Form(tuple, lambda values: hint(*values))
+        return ValueCodec(tuple, lambda values: hint(*values))
     if origin is tuple and arguments[1:] == (...,) and (item := _form(arguments[0])) is not None:
         pack, build = item.pack, item.build
-        return Form(lambda values: tuple(map(pack, values)), lambda values: tuple(map(build, values)))
+        return ValueCodec(lambda values: tuple(map(pack, values)), lambda values: tuple(map(build, values)))
     if types.NoneType in arguments and len(arguments) == 2 and (some := _form(next(each for each in arguments if each is not types.NoneType))) is not None:
-        return Form(lambda value: None if value is None else some.pack(value), lambda value: None if value is None else some.build(value))
+        return ValueCodec(lambda value: None if value is None else some.pack(value), lambda value: None if value is None else some.build(value))
     return None
 
 
 @cache
-def _form_of(cls: type) -> Form:
+def _form_of(cls: type) -> ValueCodec:
     """A dataclass, as the array of its fields."""
     hints = typing.get_type_hints(cls)
     names = [each.name for each in fields(cls)]
@@ -188,7 +188,7 @@ def _form_of(cls: type) -> Form:
             values[at] = convert(values[at])
         return cls(*values)
 
-    return Form(pack, build)
+    return ValueCodec(pack, build)
 
 
 def _layout(hint: Any) -> str:

@@ -12,7 +12,7 @@ def num_cores() -> int:
 
 
 def divide_cores(num_ranks: int) -> list[frozenset[int]]:
-    """The cores of each rank: disjoint, beside each other, and of one NUMA node where the nodes are
+    """The cores of each rank: disjoint, adjacent, and of one NUMA node where the nodes are
     enough. Empty sets: there are fewer cores than ranks, or this system pins nothing."""
     if not hasattr(os, "sched_setaffinity"):
         return [frozenset()] * num_ranks

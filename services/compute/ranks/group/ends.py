@@ -1,6 +1,8 @@
-"""Group and Member: the two ends of a group, as compute sees them."""
+"""Group and Member: the two ends of a group, as compute sees them. Rank 0 starts the others
+(`open_group`), or all meet at --master."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,21 +12,26 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.compute.ranks.group.commands import Accepted, Close, Loaded, encode
+from services.compute.ranks.group.cores import num_cores
 from services.compute.ranks.group.identity import refuse_loaded
+from services.compute.ranks.group.local import handle_of_this_process, join_parent, share_memory, start_ranks
 from services.compute.ranks.group.peer import Peer
-from services.compute.ranks.group.watch import Watch
+from services.compute.ranks.group.remote import connect_to_first, gather_ranks
+from services.compute.ranks.group.watch import GroupWatch
 from shared.process.errors import Invalid, PenstockError, StartupError
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
+COMMAND = (sys.executable, "-m", "services.compute")
+
 SAY_S = 60.0  # between two lines about a rank that loads for long
 CLOSE_S = 5.0  # for the others, to end when the group is closed
 BUSY_S = 0.0005  # that a rank stays awake for the next command: while requests run it comes sooner
 
 
-class End:
+class GroupEnd:
     """A process of a group. An error that leaves its `with` ends the group, and the other ranks say
     why."""
 
@@ -35,7 +42,7 @@ class End:
         self.num_threads = num_threads  # of this rank's model
         self._timeout_s = settings.group_timeout_s
         # while a rank loads, an import may keep it from saying that it lives
-        self._watch = Watch(peers, max(settings.group_timeout_s, settings.group_wait_s))
+        self._watch = GroupWatch(peers, max(settings.group_timeout_s, settings.group_wait_s))
         self._is_over = False
         self._watch.start()
 
@@ -46,7 +53,7 @@ class End:
         if error is None or self._is_over:
             return self._end()
         self._watch.stop()
-        if self._watch.is_closing:  # a step that nobody waits for lost a rank that has ended
+        if self._watch.is_closing:  # rank 0 has closed the group: this step, which lost a rank, has no reader
             self._end()
             sys.exit(0)
         reason = str(error) if isinstance(error, PenstockError) else repr(error)
@@ -81,7 +88,7 @@ class End:
             self._watch.await_end(peer, error)
 
 
-class Group(End):
+class Group(GroupEnd):
     """Rank 0's end."""
 
     rank = 0
@@ -122,12 +129,12 @@ class Group(End):
                     peer.process.wait(max(0.0, deadline - time.monotonic()))
                 else:
                     peer.channel.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                    while peer.channel.receive():  # answers that nobody asked for, up to the end
+                    while peer.channel.receive():  # unexpected answers, up to the end of the connection
                         pass
         self._end()
 
 
-class Member(End):
+class Member(GroupEnd):
     """The end of any other rank."""
 
     def __init__(self, settings: ComputeSettings, rank: int, first: Peer, memory_fd: int | None, num_threads: int) -> None:
@@ -161,5 +168,40 @@ class Member(End):
         self._send(self._first, encode(message))
 
     def leave(self) -> None:
-        """This rank was told to stop: rank 0 stops as on SIGTERM, and closes the group."""
+        """This rank was asked to stop: rank 0 stops as on SIGTERM, and closes the group."""
         self._watch.leave()
+
+
+def rank_of(settings: ComputeSettings) -> int:
+    """This process's place in its group; 0 where it is alone."""
+    handle = handle_of_this_process()
+    return (settings.rank or 0) if handle is None else handle.rank
+
+
+def open_group(settings: ComputeSettings, command: Sequence[str] = COMMAND) -> Group | None:
+    """Rank 0's group, once all ranks are there; None: there is one rank only. command: runs a rank.
+    Raises StartupError."""
+    if settings.num_ranks == 1:
+        return None
+    if settings.master:
+        return Group(settings, gather_ranks(settings), None, settings.num_threads or num_cores())
+    memory_fd = share_memory()
+    try:
+        peers, num_threads = start_ranks(settings, command, memory_fd)
+    except BaseException:
+        os.close(memory_fd)
+        raise
+    return Group(settings, peers, memory_fd, num_threads)
+
+
+def join_group(settings: ComputeSettings) -> Member:
+    """Another rank's end of its group, once rank 0 is there. Raises StartupError."""
+    handle = handle_of_this_process()
+    if handle is not None:
+        first = join_parent(settings, handle)
+        return Member(settings, handle.rank, first, handle.memory, settings.num_threads)
+    rank = rank_of(settings)
+    member = Member(settings, rank, connect_to_first(settings, rank), None, settings.num_threads or num_cores())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: member.leave())
+    return member

@@ -1,6 +1,6 @@
-"""A rank says who it is. The ranks of a group must agree in whatever decides what they compute.
+"""The identity of a rank. The ranks of a group must agree in whatever decides what they compute.
 
-The form of Hello and Answer stays the same in all versions: so that two versions can refuse each
+The form of Hello and HelloReply stays the same in all versions: so that two versions can refuse each
 other in words.
 """
 
@@ -43,7 +43,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HelloReply:
     """Rank 0's answer to a Hello. refusal: why the rank can't be in the group; empty: it is. passes:
     another start may go well."""
 
@@ -57,11 +57,11 @@ def hello_of(settings: ComputeSettings, rank: int, use: str = COMMANDS) -> Hello
     return Hello(rank, use, version("penstock"), PROTOCOL, {name: str(getattr(settings, name)) for name in SETTINGS})
 
 
-def say_hello(connection: socket.socket, hello: Hello, deadline: float | None = None) -> Answer:
+def say_hello(connection: socket.socket, hello: Hello, deadline: float | None = None) -> HelloReply:
     """Introduce this rank on a connection, and wait for rank 0's answer until then (monotonic, s).
     Raises StartupError for a refusal, EOFError, OSError or Invalid for an end that is not rank 0."""
     _send(connection, [hello.rank, hello.use, hello.version, hello.protocol, hello.settings, hello.host, hello.pid])
-    answer = Answer(*_receive(connection, 4, deadline))
+    answer = HelloReply(*_receive(connection, 4, deadline))
     if answer.refusal:
         raise (Unready if answer.passes else StartupError)(answer.refusal)
     return answer
@@ -71,14 +71,14 @@ def hear_hello(connection: socket.socket, deadline: float) -> Hello:
     """deadline: of all of it (monotonic, s). Raises EOFError, OSError, or Invalid."""
     hello = Hello(*_receive(connection, 7, deadline))
     if not (isinstance(hello.rank, int) and hello.use in (COMMANDS, WATCH) and isinstance(hello.settings, dict)):
-        raise Invalid("no Hello of a group")
+        raise Invalid("this is not a Hello of a group")
     if not all(isinstance(each, str) for each in (hello.version, hello.protocol, hello.host, *hello.settings, *hello.settings.values())):
-        raise Invalid("no Hello of a group")
+        raise Invalid("this is not a Hello of a group")
     return hello
 
 
 def answer_hello(connection: socket.socket, refusal: str = "", *, passes: bool = False) -> None:
-    answer = Answer(refusal, passes)
+    answer = HelloReply(refusal, passes)
     _send(connection, [answer.refusal, answer.passes, answer.host, answer.pid])
 
 
@@ -122,7 +122,7 @@ def _receive(connection: socket.socket, count: int, deadline: float | None) -> l
     try:
         values = msgpack.unpackb(receive_frame(connection, LONGEST_HELLO, deadline))
     except (ValueError, msgpack.UnpackException) as error:
-        raise Invalid(f"no member of a group: {error}") from None
+        raise Invalid(f"the peer is not a member of a group: {error}") from None
     if not isinstance(values, list) or values[:1] != [MAGIC] or len(values) != count + 1:
-        raise Invalid("no member of a group")
+        raise Invalid("the peer is not a member of a group")
     return values[1:]

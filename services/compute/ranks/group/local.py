@@ -62,7 +62,7 @@ def share_memory() -> int:
 
 
 def start_ranks(settings: ComputeSettings, command: Sequence[str], memory_fd: int) -> tuple[list[Peer], int]:
-    """Start all ranks but this one, and wait until each has said who it is. Returns them, and the
+    """Start all ranks but this one, and wait until each has said which rank it is. Returns them, and the
     threads that this one should have. Raises StartupError."""
     num_threads = settings.num_threads if settings.shard_weights else settings.num_ranks * max(1, settings.num_threads)
     if num_threads > (count := num_cores()):

@@ -5,7 +5,7 @@ import socket
 import time
 
 from services.compute.ranks.group.channel import Channel
-from services.compute.ranks.group.identity import COMMANDS, WATCH, Answer, Hello, answer_hello, hear_hello, hello_of, refuse, say_hello
+from services.compute.ranks.group.identity import COMMANDS, WATCH, Hello, HelloReply, answer_hello, hear_hello, hello_of, refuse, say_hello
 from services.compute.ranks.group.peer import Peer, name_of
 from shared.process.errors import Invalid, StartupError, Unready
 from shared.process.group_settings import split_address
@@ -14,7 +14,7 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-HELLO_S = 2.0  # for whoever connects, to say who it is
+HELLO_S = 2.0  # within which a process that connects says which rank it is
 RETRY_S = 0.3
 
 
@@ -63,12 +63,12 @@ def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joi
             answer_hello(connection, refusal)
             raise StartupError(refusal)
         if refusal := _refuse_place(hello, settings.num_ranks, joined, hellos):
-            # who has the place may go
+            # the process that has the place may leave
             answer_hello(connection, refusal, passes=0 < hello.rank < settings.num_ranks)
             raise Invalid(refusal)
         answer_hello(connection)
     except (EOFError, OSError, Invalid) as error:
-        log.warning("a connection is no rank of this group", reason=error)
+        log.warning("a connection is not from a rank of this group", reason=error)
         connection.close()
         return
     except StartupError:
@@ -126,7 +126,7 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
             raise
 
 
-def _introduce(connection: socket.socket, hello: Hello, deadline: float) -> Answer:
+def _introduce(connection: socket.socket, hello: Hello, deadline: float) -> HelloReply:
     answer = say_hello(connection, hello, max(time.monotonic() + HELLO_S, deadline))  # rank 0 may be busy with others
     prepare(connection)
     return answer
@@ -139,6 +139,6 @@ def _close(connections: list[socket.socket]) -> None:
 
 def prepare(connection: socket.socket) -> None:
     """Small messages go at once. The connection has no time limit of its own: a rank does not read
-    commands during a step, however long, and the watch sees who is cut off."""
+    commands during a step, however long, and the watch sees a rank that is cut off."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

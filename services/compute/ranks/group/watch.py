@@ -1,4 +1,4 @@
-"""Watch: the thread that ends this process when a rank of its group has died, hangs, or is cut off.
+"""GroupWatch: the thread that ends this process when a rank of its group has died, hangs, or is cut off.
 
 Every rank tells rank 0 that it lives, and rank 0 tells every rank, on connections of their own:
 a long step, or a full connection for commands, delays no sign of life. The end is `os._exit`, since
@@ -31,7 +31,7 @@ STARTUP_ERROR = 2  # exit code: starting again will not help
 Kind = Literal["lives", "fails", "leaves", "closes"]
 
 
-class Watch(threading.Thread):
+class GroupWatch(threading.Thread):
     def __init__(self, peers: Sequence[Peer], timeout_s: float) -> None:
         """timeout_s: silence of a peer that ends this process; it may be changed at any time."""
         super().__init__(name="group", daemon=True)
@@ -89,7 +89,7 @@ class Watch(threading.Thread):
             elif kind == "closes":
                 self.is_closing = True
             elif kind == "leaves":
-                log.info("a rank was told to stop, and so the group stops", rank=str(peer))
+                log.info("a rank was asked to stop, so the group stops", rank=str(peer))
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _check(self, now: float) -> None:
@@ -131,7 +131,7 @@ class Watch(threading.Thread):
         self._exit(1)
 
     def leave(self) -> None:
-        """This rank was told to stop: so is rank 0, which ends the group when its work is handed
+        """This rank was asked to stop: so is rank 0, which ends the group when its work is handed
         on. If it does not, this process ends."""
         self._stops_at = time.monotonic() + STOP_TIMEOUT_S
         self.tell("leaves")
@@ -142,7 +142,7 @@ class Watch(threading.Thread):
         self.stop()
 
     def stop(self) -> None:
-        """From now on a peer may end. Safe to call twice."""
+        """Peers may end after this call. Safe to call twice."""
         with self._lock:
             if self._is_ended:
                 return
@@ -158,7 +158,7 @@ class Watch(threading.Thread):
         with self._lock:
             if self._is_ended:
                 return
-            if self.is_closing:  # the main thread is in a step that nobody waits for
+            if self.is_closing:  # the main thread is in a step whose result is not read
                 self._exit(0)
             if of is None or not of.is_parent:  # the parent says it itself, to the same terminal
                 self._say(reason, code)

@@ -16,7 +16,7 @@ from torch import Tensor
 from services.compute.ranks.parallel.share import Share
 from shared.process.errors import StartupError
 
-MOST_SENT = 4  # tensors on their way to the next stage
+MAX_SENT = 4  # tensors on their way to the next stage
 LOOPBACK = "127.0.0.1"
 # of what ranks exchange once they have met: the group's own watch ends a process long before
 TIMEOUT = timedelta(hours=12)
@@ -125,15 +125,15 @@ class Pipe:
         self._most_expected = len(ranks) ** 2
 
     def send(self, x: Tensor, stage: int) -> None:
-        """Send it on its way to a stage; nobody waits."""
+        """Begin to send a copy to a stage, without a wait."""
         held = x.clone()
         if held.numel():
             self._sent.append((dist.isend(as_bytes(held), self.ranks[stage], group=self.group), held))
-        while len(self._sent) > MOST_SENT:
+        while len(self._sent) > MAX_SENT:
             wait(self._sent.popleft()[0])
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> "Arriving":
-        """The next tensor that comes from a stage. It comes, even if nobody waits for it."""
+        """The next tensor that comes from a stage. It is received even if `wait` is never called."""
         x = torch.empty(shape, dtype=dtype, device=self.device)
         arriving = Arriving(x, dist.irecv(as_bytes(x), self.ranks[stage], group=self.group) if x.numel() else None)
         while self._expected and (self._expected[0].is_here or len(self._expected) == self._most_expected):
@@ -143,7 +143,7 @@ class Pipe:
 
 
 class Arriving:
-    """A tensor that is on its way here, or is here."""
+    """A tensor that is being received, or was."""
 
     def __init__(self, x: Tensor, work: dist.Work | None = None) -> None:
         self._x = x
@@ -166,5 +166,5 @@ def wait(work: dist.Work | None) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory. x: contiguous."""
+    """A view of x, which must be contiguous, as uint8."""
     return x.view(-1).view(torch.uint8)

@@ -48,7 +48,7 @@ def divide_heads(num_heads: int, num_kv_heads: int, size: int, *, may_repeat: bo
 
 
 def _by_ranks(sharing: int, ranks: tuple[range, ...]) -> list[range]:
-    """The query heads of each rank, of which a KV head has some for itself. ranks: of each KV head."""
+    """The query heads of each rank. Each rank of a KV head gets a share of its query heads. ranks: of each KV head."""
     parts = [(kv_head * sharing, part) for kv_head, own in enumerate(ranks) for part in Share(0, len(own)).parts(sharing, unit=1)]
     return [range(first + part.start, first + part.stop) for first, part in parts]
 

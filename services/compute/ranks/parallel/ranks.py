@@ -1,8 +1,8 @@
 """Ranks: processes that compute a model together, each some columns of every layer.
 
-They only gather. `all_gather_in_place` makes a result whole of which each rank has written its part; between two
-gathers nobody writes what others still read, as long as results follow each other in the same order
-on all ranks.
+They only gather. Each rank writes its part of a result, and `all_gather_in_place` makes it whole. Between two
+gathers no rank writes what others still read, if results follow each other in the same order on all
+ranks.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import Format, Kept, StoredLayer, describe, keep_groups, num_groups
+from services.compute.weights.formats.stored import StoredLayer, StoredWeight, WeightFormat, describe, keep_groups, num_groups
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word
 PARTS = ("qweight", "qzeros", "scales")
@@ -28,7 +28,7 @@ class Awq:
     def holds(self, layer: StoredLayer) -> bool:
         return any(layer.has(part) for part in PARTS)
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         groups, words = num_groups(layer.k, self.group), layer.n // 8
         if layer.n % 8:
             raise layer.refuse("qweight", f"packs eight outputs in a word, and {layer.n} can't be divided by 8")
@@ -47,7 +47,7 @@ def unpack_outputs(words: Tensor) -> Tensor:
     return codes.flatten(0, 1)
 
 
-def read_awq(options: Options) -> Format:
+def read_awq(options: Options) -> WeightFormat:
     options.choice(("version", "checkpoint_format", "format"), ("gemm",), "gemm")
     options.bits("bits", "w_bit", allowed=(4,))
     return Awq(options.group("group_size", "q_group_size", default=128))

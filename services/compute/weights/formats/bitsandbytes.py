@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS, Format, Kept, StoredLayer, widen
+from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS, StoredLayer, StoredWeight, WeightFormat, widen
 from shared.process.errors import StartupError
 
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
@@ -36,19 +36,19 @@ class BitsAndBytes:
     def holds(self, layer: StoredLayer) -> bool:
         return not layer.is_plain() or any(layer.has(part) for part in ("weight.absmax", "SCB", *STATES))
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         return widen_four_bit(layer) if self.is_four_bit else keep_int8(layer)
 
 
-def keep_int8(layer: StoredLayer) -> Kept:
+def keep_int8(layer: StoredLayer) -> StoredWeight:
     codes = layer.read("weight", [(layer.n, layer.k)], (torch.int8,), along=0)
     scales = layer.read_scales("SCB", [(layer.n,)])
     if layer.has("weight_format") and int(layer.read("weight_format", [(), (1,)], (torch.uint8, torch.int8, torch.int32, torch.int64))) != 0:
         raise layer.refuse("weight_format", "says that rows are rearranged for a GPU; save it again with a newer version of bitsandbytes")
-    return Kept(Int8Columns(codes, layer.take(scales).float() / 127), AS_THEY_ARE)
+    return StoredWeight(Int8Columns(codes, layer.take(scales).float() / 127), AS_THEY_ARE)
 
 
-def widen_four_bit(layer: StoredLayer) -> Kept:
+def widen_four_bit(layer: StoredLayer) -> StoredWeight:
     n, k = layer.n, layer.k
     state_part, state = _state(layer)
     if state.integers("shape", 2) != (n, k):
@@ -68,7 +68,7 @@ def widen_four_bit(layer: StoredLayer) -> Kept:
         blocks = torch.arange(begin, end, device=codes.device) // block
         return (of_codes * scales[blocks]).view(-1, k)
 
-    return Kept(widen(layer, lambda some: torch.cat([values(each) for each in layer.within(some)])), WIDENED)
+    return StoredWeight(widen(layer, lambda some: torch.cat([values(each) for each in layer.within(some)])), WIDENED)
 
 
 def _state(layer: StoredLayer) -> tuple[str, Options]:
@@ -105,7 +105,7 @@ def _scales(layer: StoredLayer, state: Options, count: int) -> Tensor:
     return table[codes.int()] * outer[torch.arange(count, device=outer.device) // block] + offset
 
 
-def read_bitsandbytes(options: Options) -> Format:
+def read_bitsandbytes(options: Options) -> WeightFormat:
     four, eight = options.flag("load_in_4bit", default=False), options.flag("load_in_8bit", default=False)
     if four == eight:
         raise StartupError("quantization_config: one of load_in_4bit and load_in_8bit must be true")

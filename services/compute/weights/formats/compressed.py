@@ -18,9 +18,9 @@ from services.compute.weights.formats.fp8 import keep_fp8
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import (
     AS_THEY_ARE,
-    Format,
-    Kept,
     StoredLayer,
+    StoredWeight,
+    WeightFormat,
     describe,
     keep_groups,
     num_groups,
@@ -70,7 +70,7 @@ class Compressed:
     def holds(self, layer: StoredLayer) -> bool:
         return not layer.is_plain() or any(layer.has(part) for part in ("weight_packed", "weight_scale"))
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         scheme = self._scheme(layer)
         if scheme.is_float:
             return keep_fp8(layer, "weight_scale", scheme.block)
@@ -93,7 +93,7 @@ def _rank(name: str, target: str) -> int | None:
     return 0 if target == name else 2 if target == "Linear" else None
 
 
-def keep_integers(layer: StoredLayer, scheme: Scheme) -> Kept:
+def keep_integers(layer: StoredLayer, scheme: Scheme) -> StoredWeight:
     n, groups = layer.n, num_groups(layer.k, scheme.group)
     codes = _read_codes(layer, scheme.bits)
     shapes = scheme.scale_shapes(n, groups)
@@ -103,7 +103,7 @@ def keep_integers(layer: StoredLayer, scheme: Scheme) -> Kept:
     if order is not None:
         return widen_permuted(layer, codes, scales, zeros, order)
     if scheme.bits == 8 and scheme.group is None and zeros is None:
-        return Kept(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
+        return StoredWeight(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
     return keep_groups(layer, codes, scales, zeros, scheme.group)
 
 
@@ -136,7 +136,7 @@ def _read_zeros(layer: StoredLayer, scheme: Scheme, groups: int, shapes: list[tu
     return (unpack(stored.T, scheme.bits)[:, :n].T.to(torch.int16) - half).to(torch.int8).contiguous()
 
 
-def read_compressed(options: Options) -> Format:
+def read_compressed(options: Options) -> WeightFormat:
     options.choice(("format",), FORMATS, "dense")
     for name, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         section = options.section(name)

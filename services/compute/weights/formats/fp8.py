@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.compute.backends.matrix import FLOAT8, Float8
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import FLOATS, Format, Kept, StoredLayer
+from services.compute.weights.formats.stored import FLOATS, StoredLayer, StoredWeight, WeightFormat
 from services.compute.weights.source import take_rows
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -32,11 +32,11 @@ class Fp8:
     def holds(self, layer: StoredLayer) -> bool:
         return not layer.is_plain() or any(layer.has(part) for part in SCALES)
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         return keep_fp8(layer, next((part for part in SCALES if layer.has(part)), SCALES[0]), self.block)
 
 
-def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kept:
+def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> StoredWeight:
     """Codes and scales as they are. block: outputs and inputs that share a scale, where there is
     one for each block."""
     n, k = layer.n, layer.k
@@ -49,7 +49,7 @@ def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kep
         matrix = Float8(codes, taken, width, height)
     else:
         matrix = Float8(codes, layer.take(scales.reshape(-1, 1).expand(n, 1)).contiguous(), k)
-    return Kept(matrix, IN_FP8)
+    return StoredWeight(matrix, IN_FP8)
 
 
 def take_blocks(layer: StoredLayer, scales: Tensor, height: int) -> tuple[Tensor, int]:
@@ -61,7 +61,7 @@ def take_blocks(layer: StoredLayer, scales: Tensor, height: int) -> tuple[Tensor
     return scales[numbers // height], 1
 
 
-def read_fp8(options: Options) -> Format:
+def read_fp8(options: Options) -> WeightFormat:
     options.choice(("fmt",), ("e4m3", "e5m2"), "e4m3")
     height, width = options.integers("weight_block_size", 2) or (128, 128)
     return Fp8((height, width))

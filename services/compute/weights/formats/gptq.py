@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from services.compute.backends.matrix import Int8Columns
+from services.compute.weights.formats.awq import read_awq
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import (
     AS_THEY_ARE,
-    Format,
-    Kept,
     StoredLayer,
+    StoredWeight,
+    WeightFormat,
     describe,
     keep_groups,
     num_groups,
@@ -30,6 +31,10 @@ from services.compute.weights.formats.stored import (
 
 BITS = (2, 4, 8)
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+AUTO_ROUND_VERSIONS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
+AUTO_ROUND_AWQ = "auto_round:auto_awq"
+AUTO_ROUND_FIELDS = ("bits", "group_size", "sym")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class Gptq:
     def holds(self, layer: StoredLayer) -> bool:
         return any(layer.has(part) for part in PARTS)
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         for pattern, override in self.overrides:
             if re.match(pattern, layer.name.rstrip(".")):
                 if override is None:
@@ -57,7 +62,7 @@ class Gptq:
                 return override._matrix(layer)
         return self._matrix(layer)
 
-    def _matrix(self, layer: StoredLayer) -> Kept:
+    def _matrix(self, layer: StoredLayer) -> StoredWeight:
         n, k, per_word = layer.n, layer.k, 32 // self.bits
         if self.is_ordered and not layer.has("g_idx"):
             raise layer.refuse("g_idx", "is missing, and quantization_config says desc_act")
@@ -74,11 +79,11 @@ class Gptq:
             return widen_permuted(layer, codes, scales, zeros, order)
         without_zeros = self.is_symmetric and not bool(zeros.any())
         if self.bits == 8 and self.group is None and without_zeros:
-            return Kept(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
+            return StoredWeight(Int8Columns(codes, layer.take(scales)[:, 0].float()), AS_THEY_ARE)
         return keep_groups(layer, codes, scales, None if without_zeros else zeros.contiguous(), self.group)
 
 
-def read_gptq(options: Options) -> Format:
+def read_gptq(options: Options) -> WeightFormat:
     base = _read_one(options, options)
     overrides: list[tuple[str, Gptq | None]] = []
     for name, section in (options.section("dynamic") or Options({})).sections():
@@ -95,3 +100,20 @@ def _read_one(options: Options, defaults: Options) -> Gptq:
     bits = merged.bits("bits", allowed=BITS)
     group, is_symmetric, is_ordered = merged.group("group_size", default=128), merged.flag("sym", default=True), merged.flag("desc_act", default=False)
     return Gptq(bits, group, 1 if version == "gptq" else 0, is_symmetric, is_ordered)
+
+
+def read_auto_round(options: Options) -> WeightFormat:
+    """AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", 2023): another
+    way to find codes, in the layouts of GPTQ and AWQ.
+
+    `packing_format` says in which; its own, `auto_round`, is GPTQ's second version. extra_config has
+    settings of single layers, by name or pattern; those of 16 bits are dense.
+    """
+    packing = options.choice(("packing_format",), (*AUTO_ROUND_VERSIONS, AUTO_ROUND_AWQ))
+    options.choice(("data_type",), ("int",), "int")
+    settings = {name: options.values[name] for name in AUTO_ROUND_FIELDS if name in options.values}
+    if packing == AUTO_ROUND_AWQ:
+        return read_awq(Options(settings))
+    extra = options.section("extra_config") or Options({})
+    dynamic = {name: layer.values for name, layer in extra.sections() if layer.integer("bits", default=16) < 16}
+    return read_gptq(Options(settings | {"checkpoint_format": AUTO_ROUND_VERSIONS[packing], "dynamic": dynamic}))

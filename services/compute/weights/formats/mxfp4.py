@@ -4,7 +4,7 @@ itself; all linear layers are plain."""
 from dataclasses import dataclass
 
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import Format, Kept, StoredLayer
+from services.compute.weights.formats.stored import StoredLayer, StoredWeight, WeightFormat
 
 DESCRIPTION = "experts in MXFP4"
 
@@ -16,9 +16,9 @@ class Mxfp4Experts:
     def holds(self, layer: StoredLayer) -> bool:  # noqa: ARG002
         return False
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         raise AssertionError(f"{layer.name} is not in MXFP4")
 
 
-def read_mxfp4(options: Options) -> Format:  # noqa: ARG001
+def read_mxfp4(options: Options) -> WeightFormat:  # noqa: ARG001
     return Mxfp4Experts()

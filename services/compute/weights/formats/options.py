@@ -1,10 +1,43 @@
 """The fields of a quantization_config, checked as they are read."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.compute.weights.formats.patterns import check_pattern
 from shared.process.errors import StartupError
+
+# a checkpoint's regular expressions are bounded before they run: one such as ([a-z.]+)+! takes for ever
+# on a layer's name
+NAME = 64  # characters of a layer's name, about: so often an open repeat may be tried
+MAX_PATHS = 1 << 26  # of four open repeats and a choice; the true number is far lower
+
+
+def check_pattern(text: str) -> None:
+    """Raises ValueError for what is no regular expression, or may take too long."""
+    try:
+        re.compile(text)
+        paths = _paths(re._parser.parse(text))  # type: ignore[attr-defined]
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"is not a regular expression: {error}") from None
+    if paths > MAX_PATHS:
+        raise ValueError("may take for ever: it repeats what repeats, or has too many repeats and choices")
+
+
+def _paths(node: Any) -> int:
+    """The number of ways, at most, in which a matcher may go through a name. node: of re's own
+    parse tree; what is no repeat and no choice is gone through in one."""
+    if isinstance(node, re._parser.SubPattern):  # type: ignore[attr-defined]
+        node = list(node)
+    if isinstance(node, tuple) and len(node) == 2 and str(node[0]).endswith("_REPEAT"):
+        minimum, maximum, inner = int(node[1][0]), min(int(node[1][1]), NAME), node[1][2]
+        return min(max(1, maximum - minimum + 1) * int(_paths(inner) ** maximum), MAX_PATHS + 1)
+    if isinstance(node, tuple) and len(node) == 2 and str(node[0]) == "BRANCH":
+        return min(sum(_paths(each) for each in node[1][1]), MAX_PATHS + 1)
+    paths = 1
+    for each in node if isinstance(node, list | tuple) else ():
+        paths = min(paths * _paths(each), MAX_PATHS + 1)
+    return paths
+
 
 LARGEST = 2**31 - 1
 

@@ -37,7 +37,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredWeight:
     """A layer's weight, and how it and others like it are kept."""
 
     matrix: Matrix
@@ -46,7 +46,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """The tensors of one linear layer [n, k] in its file, of which `rows` are wanted."""
+    """The tensors of one linear layer [n, k] in its file. Only `rows` are read."""
 
     reader: Reader
     name: str  # ends in a dot
@@ -114,7 +114,7 @@ class StoredLayer:
         return StartupError(f"{self.reader.file_by_name.get(name, 'the checkpoint')}: {name} {problem}")
 
 
-class Format(Protocol):
+class WeightFormat(Protocol):
     """How a checkpoint's linear layers are quantized."""
 
     @property
@@ -127,7 +127,7 @@ class Format(Protocol):
         of what they left out differ in their rules."""
         ...
 
-    def matrix(self, layer: StoredLayer) -> Kept:
+    def matrix(self, layer: StoredLayer) -> StoredWeight:
         """The wanted rows. Raises StartupError, naming the tensor that is missing or wrong."""
         ...
 
@@ -163,7 +163,7 @@ def widen(layer: StoredLayer, rows: Callable[[slice], Tensor]) -> Dense:
     return Dense(weight)
 
 
-def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None) -> Kept:
+def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None) -> StoredWeight:
     """(value - zero) * scale by groups of inputs, as it is, unless float16 would round a scale of the
     whole layer's.
 
@@ -181,7 +181,7 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
             part = Grouped(codes[some], scales[some], size, table, None if zeros is None else zeros[some])
             return part.dequantize(layer.reader.dtype)
 
-        return Kept(widen(layer, rows), "dense, for float16 would round their scales")
+        return StoredWeight(widen(layer, rows), "dense, for float16 would round their scales")
     fitting = next((each for each in PACKED_GROUPS if size % each == 0), 32 if size == layer.k else size)
 
     def divide(each: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
         repeats = -(-size // fitting)
         return (each.repeat_interleave(repeats, 1) if repeats > 1 else each)[:, : num_groups(layer.k, fitting)].contiguous()
 
-    return Kept(Grouped(codes, divide(half), fitting, table, None if zeros is None else divide(zeros)), AS_THEY_ARE)
+    return StoredWeight(Grouped(codes, divide(half), fitting, table, None if zeros is None else divide(zeros)), AS_THEY_ARE)
 
 
 def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | None:
@@ -204,7 +204,7 @@ def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | Non
     return None if torch.equal(order, torch.arange(layer.k, device=order.device) // (group or layer.k)) else order
 
 
-def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor) -> Kept:
+def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor) -> StoredWeight:
     """(value - zero) * scale with codes, scales and zeros as keep_groups has them, where order [k]
     int64 is the group of each input."""
     scales, zeros = layer.take(scales), None if zeros is None else layer.take(zeros)
@@ -216,7 +216,7 @@ def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Ten
             values -= zeros[some].float().index_select(1, order)  # ten times as fast as [:, order]
         return values * scales[some].float().index_select(1, order)
 
-    return Kept(widen(layer, rows), ACT_ORDER)
+    return StoredWeight(widen(layer, rows), ACT_ORDER)
 
 
 def _plain(dtype: torch.dtype) -> str:

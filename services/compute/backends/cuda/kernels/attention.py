@@ -5,7 +5,7 @@ Keys are walked over in blocks from position 0, in ranges of positions, whose re
 order. The ranges of a short row (a single token, perhaps with drafts) are divided among programs
 and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block
 that a query does not see changes nothing of its own, so it does not matter in which chunks a prompt
-came, or who else is in the step.
+came, or which other sequences are in the step.
 
 The first EQUAL ranges have RANGE positions. The next DOUBLING have twice as many, those behind them
 four times, and so on: a long context has few results to keep.
@@ -160,7 +160,7 @@ def attend_range(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys of [first, last), a multiple of KEYS each, of which [0, end) are there. q: [ROWS, DIM];
+    """Keys of [first, last), each a multiple of KEYS; [0, end) exist. q: [ROWS, DIM];
     table, lens: of the sequence, see `attend`; positions: [ROWS]; lasts: [ROWS], the last that each sees; window: how
     many each sees before itself, and itself. Returns each row's largest score, sum of weights, and weighted sum of values:
     [ROWS], [ROWS], [ROWS, DIM] float32."""
@@ -194,7 +194,7 @@ def attend_range(
 
 @triton.jit
 def merge(largest, mass, total, other_largest, other_mass, other_total):
-    """Two ranges' results as one, of which either may have seen nothing: -inf, 0 and 0."""
+    """Merge two ranges' results. Either may be empty: -inf, 0 and 0."""
     new_largest = tl.maximum(largest, other_largest)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     shrink, other_shrink = tl.exp(largest - base), tl.exp(other_largest - base)

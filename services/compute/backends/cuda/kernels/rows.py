@@ -14,7 +14,7 @@ from services.compute.backends.cuda.kernels.common import largest_magnitude, nea
 def prepare_rows(
     h_ptr, x_ptr, norm_ptr, out_ptr, codes_ptr, scales_ptr, sums_ptr, stride, k, eps, multiplier, num_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y = x + multiplier * norm(h), of which x and norm may be None; as it is (GROUP 0), or by
+    """y = x + multiplier * norm(h), x and norm may be None; as it is (GROUP 0), or by
     groups of GROUP inputs in int8, or in e4m3 if sums is None.
 
     h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8 or e4m3;
