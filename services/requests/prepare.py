@@ -3,8 +3,9 @@ embeddings."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.requests.bodies.content import Content
 from services.requests.bodies.fields import MAX_SEQUENCES

@@ -9,9 +9,9 @@ there.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.sampler.detokenizer import spell
 from services.sampler.request_state import NO_TEXT, RequestState

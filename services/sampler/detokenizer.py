@@ -1,9 +1,9 @@
 """Token ids to text as they come, never half a character."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 

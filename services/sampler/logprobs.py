@@ -1,7 +1,9 @@
 """LogprobHolder: logprobs wait until the text of their tokens is released, for a stop string may
 still cut it off."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from shared.wire.logprobs import TokenLogprob
 

@@ -6,9 +6,10 @@ so a replica that takes a request over ends up in the very state of the one that
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer

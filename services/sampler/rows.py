@@ -1,9 +1,10 @@
 """A step's rows: what one came to, and some of a step."""
 
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.sampler.request_state import RequestState
 from shared.wire.messages import Moments, StepCandidates, TokenEvent

@@ -1,12 +1,12 @@
 """Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or
 the length."""
 
-import dataclasses
 from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import Struct, structs
 
 from services.tokenizer.answers import Answer, describe, detokenized, rendered_prompt, tokenized
 from services.tokenizer.breakers import BreakerTable
@@ -29,8 +29,7 @@ from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, Toke
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateInput(Struct, frozen=True):
     """The input of a chat template."""
 
     messages: tuple[ChatMessage, ...]
@@ -71,13 +70,13 @@ class Encoder:
         """The requests with the texts to encode, marked where special tokens are spelt in them that
         are to be text. Safe in threads, each with a ChatTemplate of its own."""
         prepared = [Prepared.of(request) for request in requests]
-        chats: list[tuple[Prepared, Conversation]] = []
+        chats: list[tuple[Prepared, TemplateInput]] = []
         for each in prepared:
             with alone(each):
                 each.request = with_place(each.request)
                 check_images(each.request.messages, self.vision, has_modules=bool(each.request.modules))
                 if each.request.messages is not None:
-                    chats.append((each, self._marked(each.request, Conversation(each.request.messages, each.request.chat))))
+                    chats.append((each, self._marked(each.request, TemplateInput(each.request.messages, each.request.chat))))
                 elif (marked := self._marked(each.request, each.text)) is not None and marked != each.text:
                     each.text = MarkedText(marked)
         rendered = chat_template.render([chat.messages for _, chat in chats], [chat.options for _, chat in chats])
@@ -113,13 +112,13 @@ class Encoder:
         except Invalid as error:
             raise Invalid(str(error), param="messages" if is_chat else "prompt") from None
 
-    def _with_own_marks(self, chat: Conversation, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
+    def _with_own_marks(self, chat: TemplateInput, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
         """The rendered text of a conversation with marks. If they have changed what the template
         does, it looks for special tokens in contents: it may in what the assistant said and
         thought, of which the model made them; what others spell stays text, and so do calls."""
         unmarked = self.special_tokens.unmark(chat)
         assistants = tuple(
-            dataclasses.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
+            structs.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
             for plain, each in zip(unmarked.messages, chat.messages, strict=True)
         )
         plain, again = chat_template.render([unmarked.messages, assistants], [unmarked.options, chat.options])
@@ -261,7 +260,7 @@ class Encoder:
             request_id=request.request_id,
             gateway_id=request.gateway_id,
             model=request.model,
-            params=dataclasses.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words),
+            params=structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words),
             prompt_token_ids=token_ids,
             # a grammar has its own end
             eos_token_ids=() if params.ignore_eos and request.constraint is None else self.eos_token_ids,
@@ -269,7 +268,7 @@ class Encoder:
             created_at=request.created_at,
             scheduling=request.scheduling,
             echo_offsets=offsets_of(self.tokenizer, request, text, token_ids) if wants_offsets else np.zeros(0, np.int32),
-            constraint=request.constraint if opening is None or request.constraint is None else dataclasses.replace(request.constraint, thought_begin=""),
+            constraint=request.constraint if opening is None or request.constraint is None else structs.replace(request.constraint, thought_begin=""),
             dry_breakers=self.breakers.pack(params.dry.sequence_breakers) if params.dry is not None else np.zeros(0, np.int32),
             embedding=request.embedding,
             traceparent=request.traceparent,

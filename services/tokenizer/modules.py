@@ -6,9 +6,9 @@ before it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.tokenizer.special_tokens import texts_of
 from shared.model.arrays import Array

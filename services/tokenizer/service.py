@@ -1,8 +1,9 @@
 """The tokenizer's loop: read what is waiting, encode it as one batch, hand it on, acknowledge."""
 
 import time
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.tokenizer.affinity import Affinity, Choice
 from services.tokenizer.answers import Answer

@@ -12,12 +12,12 @@ The mark stands inside the spelling, so a template that strips, splits or compar
 what it looks for, unless it looks for special tokens.
 """
 
-import dataclasses
 import json
 import re
 from functools import cached_property
 from typing import Any, TypeVar
 
+from msgspec import Struct, structs
 from tokenizers import Tokenizer
 
 from shared.model.json_text import read_json, write_json
@@ -115,8 +115,8 @@ def texts_of(value: object) -> list[str]:
         return [text for pair in value.items() for each in pair for text in texts_of(each)]
     if isinstance(value, list | tuple):
         return [text for each in value for text in texts_of(each)]
-    if dataclasses.is_dataclass(value):
-        named = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if each.name not in TEMPLATES]
+    if isinstance(value, Struct):
+        named = [(name, getattr(value, name)) for name in value.__struct_fields__ if name not in TEMPLATES]
         return [text for name, each in named for text in texts_of(_opened(name, each) if isinstance(each, str) and "\\" in each else each)]
     return []
 
@@ -140,9 +140,9 @@ def _changed(value: Any, change: Any) -> Any:
         return {_changed(key, change): _changed(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_changed(each, change) for each in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {each.name: _changed_field(each.name, getattr(value, each.name), change) for each in dataclasses.fields(value) if each.name not in TEMPLATES}
-        return dataclasses.replace(value, **changed)
+    if isinstance(value, Struct):
+        names = [name for name in value.__struct_fields__ if name not in TEMPLATES]
+        return structs.replace(value, **{name: _changed_field(name, getattr(value, name), change) for name in names})
     return value
 
 

@@ -5,9 +5,9 @@ The gateway makes one from a request's fields and has it checked; compute masks 
 with it, so that no token is decided that it forbids.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
@@ -15,8 +15,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", 
 MAX_TEXT = 256 << 10  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(WireStruct, frozen=True):
     """The form that an answer must match, from its first character to its last.
 
     kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex:

@@ -6,8 +6,10 @@ candidates/ (its effect), and in the schemas of services/requests (its name in t
 """
 
 import math
-from dataclasses import dataclass, field
 
+from msgspec import field
+
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 MAX_LOGPROBS = 20
@@ -55,8 +57,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DryParams:
+class DryParams(WireStruct, frozen=True):
     """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would go on with a
     repetition of L tokens that are there already, L at least allowed_length, loses multiplier *
     base^(L - allowed_length) of its logit. A repetition does not reach over a breaker."""
@@ -74,8 +75,7 @@ class DryParams:
             raise Invalid(f"dry_sequence_breakers takes at most {MAX_BREAKERS} strings of 1 to {MAX_BREAKER_LENGTH} characters", param="dry_sequence_breakers")
 
 
-@dataclass(frozen=True, slots=True)
-class ChainParams:
+class ChainParams(WireStruct, frozen=True):
     """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in
     llama.cpp's order, in which temperature comes last (services/compute/candidates/chain.py)."""
 
@@ -107,8 +107,7 @@ def check_stop(stop: tuple[str, ...]) -> None:
             raise Invalid(f"stop takes strings of 1 to {MAX_STOP_LENGTH} characters, got {got}", param="stop")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(WireStruct, frozen=True):
     """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding, and so is
     a top_p of 0: the likeliest token alone reaches that share."""
 

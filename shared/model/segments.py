@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from shared.model.prefix_hash import block_hash, segment_root
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 HOLE = -2  # in the place of a token
@@ -24,8 +25,7 @@ SEGMENT_MULTIPLE = 16
 MAX_SEGMENTS = 512  # of a prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(WireStruct, frozen=True):
     """A part of a prompt."""
 
     num_tokens: int

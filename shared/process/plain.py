@@ -10,6 +10,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgpack
+from msgspec import Struct
+from msgspec.structs import astuple
 from pydantic import BaseModel
 
 TUPLE, ARRAY, OBJECT = 1, 2, 3  # msgpack's extension types
@@ -70,6 +72,8 @@ def _state(value: Any) -> Any:
     """Return what makes the object again: a model's fields, else the arguments of its class."""
     if isinstance(value, BaseModel):
         return [value.__dict__, list(value.model_fields_set), value.__pydantic_private__]
+    if isinstance(value, Struct):
+        return list(astuple(value))
     if is_dataclass(value):
         return [getattr(value, each.name) for each in fields(value)]
     if hasattr(value, "__getnewargs__"):

@@ -1,20 +1,17 @@
 """Images in messages."""
 
-from dataclasses import dataclass
-
 from shared.model.vision.images import Image
+from shared.model.wire_struct import WireStruct
 
 
-@dataclass(frozen=True, slots=True)
-class ContentPart:
+class ContentPart(WireStruct, frozen=True):
     """A part of a message with images: a text, or an image."""
 
     text: str = ""
     image: Image | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeImage:
+class EncodeImage(WireStruct, frozen=True):
     """Asks an encoder for the embeddings of an image."""
 
     response_id: str  # of which the image's file is

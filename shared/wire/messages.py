@@ -1,6 +1,6 @@
 """Every message that crosses a process, and the one way to bytes and back: `encode` and `decode`.
 
-A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array
+A message is a WireStruct, named for what has become true. On the wire it is a msgpack array
 `[tag, version, field, …]` in the order of its fields; arrays travel as raw little-endian bytes. A
 field is only ever appended, with a default: an older message then decodes with the default.
 `decode` checks every field's type and says which one was wrong. docs/understand/protocol.md says who sends
@@ -10,11 +10,10 @@ what.
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-import msgpack
 import numpy as np
+from msgspec import Raw, field
 
 from shared.model.arrays import Float32Array, Float64Array, Int32Array, UInt8Array
 from shared.model.constraint import Constraint
@@ -22,8 +21,9 @@ from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment, check_segments
 from shared.model.vision.images import MAX_IMAGES, PromptImage
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
-from shared.wire.codec import converted, map_unpacker, packer, unpacker
+from shared.wire.codec import from_bytes, packer, to_bytes
 from shared.wire.images import ContentPart, EncodeImage
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
 from shared.wire.prompt_modules import PromptModule
@@ -34,8 +34,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 Task = Literal["generate", "tokenize", "detokenize", "describe", "render"]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(WireStruct, frozen=True):
     """A call of a function, in an assistant's message."""
 
     call_id: str
@@ -44,8 +43,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
+class ChatMessage(WireStruct, frozen=True):
     """One message of a conversation."""
 
     role: str
@@ -57,8 +55,7 @@ class ChatMessage:
     parts: tuple[ContentPart, ...] = ()  # instead of the content, where there are images
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatOptions(WireStruct, frozen=True):
     """Further inputs of a chat template. Empty: none."""
 
     tools: str = ""  # JSON, a list in OpenAI's form
@@ -69,8 +66,7 @@ class ChatOptions:
     continue_final_message: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulingParams:
+class SchedulingParams(WireStruct, frozen=True):
     """How a request is to be scheduled."""
 
     priority: int = 0  # smaller is sooner
@@ -80,8 +76,7 @@ class SchedulingParams:
     tenant_id: str = ""  # the owner: tenants share compute's places
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingParams:
+class EmbeddingParams(WireStruct, frozen=True):
     """Parameters by which a prompt's hidden states become one vector."""
 
     # of all tokens, the last, or the first; empty: what the model was made for
@@ -94,8 +89,7 @@ class EmbeddingParams:
             raise Invalid(f"dimensions must be at least 1, got {self.dimensions}", param="dimensions")
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingParams:
+class EncodingParams(WireStruct, frozen=True):
     """How a prompt becomes tokens."""
 
     # a BOS and the like; None: for a plain prompt, but not for a conversation, whose template
@@ -111,8 +105,7 @@ class EncodingParams:
     keeps_beginning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(WireStruct, frozen=True):
     """A client asked for one continuation, for one embedding, or for something else that takes a
     tokenizer. Exactly one of messages, prompt and prompt_token_ids is set (of a task "describe",
     none)."""
@@ -141,8 +134,7 @@ class GenerateRequest:
     modules: tuple[PromptModule, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedRequest:
+class TokenizedRequest(WireStruct, frozen=True):
     """The prompt is token ids that fit the model, and params.max_tokens is set."""
 
     request_id: str
@@ -177,8 +169,7 @@ class TokenizedRequest:
         unpack_breakers(self.dry_breakers)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceIntro:
+class SequenceIntro(WireStruct, frozen=True):
     """The facts about a sequence that a sampler needs; sent with its first candidates to that
     sampler."""
 
@@ -202,8 +193,7 @@ class SequenceIntro:
     prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # as TokenizedRequest has them
 
 
-@dataclass(frozen=True, slots=True)
-class StepCandidates:
+class StepCandidates(WireStruct, frozen=True):
     """One step's undecided rows for one sampler. Row r has counts[r] candidates, by falling logit,
     ties by token id."""
 
@@ -241,8 +231,7 @@ class StepCandidates:
             raise Invalid("StepCandidates: not as many candidates as the rows say")
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecisions:
+class StepDecisions(WireStruct, frozen=True):
     """The tokens decided for rows of one step. The log already holds them."""
 
     sampler_id: str
@@ -259,8 +248,7 @@ class StepDecisions:
             raise Invalid("StepDecisions: columns of different lengths")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestError:
+class RequestError(WireStruct, frozen=True):
     """Why a request failed, in the API's terms."""
 
     message: str
@@ -269,8 +257,7 @@ class RequestError:
     code: str | None = None
 
 
-@dataclass(slots=True)  # nobody changes one; a frozen one takes eight times as long to make, and there are several a token
-class TokenEvent:
+class TokenEvent(WireStruct, frozen=True):
     """One entry of the token log: a token was decided, or the request ended without one."""
 
     request_id: str
@@ -297,8 +284,7 @@ class TokenEvent:
     prediction_tokens: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
+class Moments(WireStruct, frozen=True):
     """When and where things happened to a request: s on the wall clock of the process that did
     them, 0 if they did not happen. They go with a request's first and last event. No log has them:
     a log has the same bytes whenever its tokens were decided."""
@@ -312,16 +298,14 @@ class Moments:
     sampler_id: str = ""  # empty: no sampler had a part in it
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvents:
+class StepEvents(WireStruct, frozen=True):
     """The encoded TokenEvents of one step for one gateway."""
 
     events: tuple[bytes, ...]
     moments: tuple[Moments, ...] = ()  # of the requests that begin or end with them
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(WireStruct, frozen=True):
     """An order to every replica: cancel requests, send a response's events elsewhere, or look at
     the registry again."""
 
@@ -332,8 +316,7 @@ class Control:
     generation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(WireStruct, frozen=True):
     """A prompt that was delivered to this compute replica by choice."""
 
     entry_id: str  # in the stream of prompts
@@ -354,41 +337,48 @@ TAGS: dict[type, tuple[str, int]] = {
 }
 
 M = TypeVar("M")
+FIXARRAY = 0x90  # msgpack's first byte of an array of up to 15 values, plus their number
 
 
 def encode(message: Any) -> bytes:
     """The message as bytes."""
-    tag, version = TAGS[type(message)]
-    return typing.cast(bytes, msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]))
+    return to_bytes([*TAGS[type(message)], *_values(message)])
 
 
 def encode_around(message: Any, name: str) -> tuple[bytes, bytes]:
     """The bytes of the message before and after those of one of its fields."""
-    tag, version = TAGS[type(message)]
-    packed = [msgpack.packb(each) for each in (tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message))]
-    at = 2 + [each.name for each in fields(message)].index(name)
-    return msgpack.Packer().pack_array_header(len(packed)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
+    packed = [to_bytes(value) for value in (*TAGS[type(message)], *_values(message))]
+    at = 2 + message.__struct_fields__.index(name)
+    return _array_header(len(packed)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
 
 
 def decode(message_type: type[M], data: bytes) -> M:
     """The message in `data`. Raises Invalid, naming the field, if it is not one of that type."""
     tag, version = TAGS[message_type]
-    values = _unpacked(data)
-    if not isinstance(values, list) or len(values) < 2 or values[0] != tag:
+    count = data[0] - FIXARRAY if data and FIXARRAY <= data[0] < FIXARRAY + 16 else int.from_bytes(data[1:3])
+    head = _array_header(count) + to_bytes(tag)
+    if count < 2 or len(data) <= len(head) or not data.startswith(head):
         raise Invalid(f"not a {tag} message")
-    if not isinstance(values[1], int) or values[1] > version:
-        raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    return typing.cast(M, converted(unpacker(typing.cast(typing.Hashable, message_type)), values[2:], tag))
+    if data[len(head)] > version:
+        raise Invalid(f"{tag}: version {data[len(head)]} is newer than {version}")
+    return from_bytes(message_type, _array_header(count - 2) + data[len(head) + 1 :], tag)
 
 
 def decode_record(record_type: type[M], data: bytes) -> M:
     """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one
-    of that type."""
-    return typing.cast(M, converted(map_unpacker(typing.cast(typing.Hashable, record_type)), _unpacked(data), record_type.__name__))
+    of that type, or has further fields."""
+    name = record_type.__name__
+    record = from_bytes(record_type, data, name)
+    further = from_bytes(dict[str, Raw], data, name).keys() - record_type.__annotations__.keys()
+    if further:
+        raise Invalid(f"{name}: unknown fields {', '.join(sorted(further))}")
+    return record
 
 
-def _unpacked(data: bytes) -> Any:
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:  # msgpack raises a dozen kinds, ValueError and its own among them
-        raise Invalid(f"not msgpack: {error}") from None
+def _values(message: Any) -> list[Any]:
+    return packer(typing.cast(typing.Hashable, type(message)))(message)
+
+
+def _array_header(count: int) -> bytes:
+    """The bytes with which msgpack begins an array of so many values."""
+    return bytes([FIXARRAY + count]) if count < 16 else b"\xdc" + count.to_bytes(2)

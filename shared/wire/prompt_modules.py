@@ -1,12 +1,10 @@
 """The modules of a prompt, as a request brings them."""
 
-from dataclasses import dataclass
-
 from shared.model.arrays import Int32Array
+from shared.model.wire_struct import WireStruct
 
 
-@dataclass(frozen=True, slots=True)
-class ModulePart:
+class ModulePart(WireStruct, frozen=True):
     """A text of a prompt module, as its tokens, or an argument in it."""
 
     position: int  # of its first token, from where modules begin
@@ -16,8 +14,7 @@ class ModulePart:
     max_tokens: int = 0  # of an argument
 
 
-@dataclass(frozen=True, slots=True)
-class PromptModule:
+class PromptModule(WireStruct, frozen=True):
     """A module that a prompt is put together from."""
 
     name: str

@@ -11,10 +11,11 @@ compute acts on is already durable.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+from msgspec.structs import replace
 
 from shared.process.errors import Invalid, Lost
 from shared.wire.line import Pipeline

@@ -1,9 +1,8 @@
 """Prompts with modules at the tokenizer stage: where the modules stand, what sees what, and what is refused."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.modules import PLACE

@@ -1,13 +1,13 @@
 """The sampler: taking sequences over costs what their logs cost and no more, and whatever is wrong with one of them is that one's error."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
+from msgspec.structs import replace
 
 from bench.takeover import measure
 from services.compute.exchange.undecided import FIRST_PATIENCE_S

@@ -3,10 +3,11 @@
 They never change: a field that is added later makes the bytes of today those of the version before.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams

@@ -3,8 +3,9 @@ one that is here."""
 
 import itertools
 import time
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.compute.candidates.constraints import Constraints
 from services.compute.exchange.active import ActiveRequest

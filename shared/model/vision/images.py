@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.model.arrays import Array
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 MAX_IMAGES = 64  # of a prompt
 FIRST_NAME = -16  # numbers above it, below 0, have other meanings in the place of a token
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(WireStruct, frozen=True):
     """An image in a conversation. Its file is beside the streams, under its digest."""
 
     digest: str  # of the file
@@ -34,8 +34,7 @@ class Image:
         return f"{self.digest}/low" if self.is_low else self.digest
 
 
-@dataclass(frozen=True, slots=True)
-class PromptImage:
+class PromptImage(WireStruct, frozen=True):
     """An image in a prompt."""
 
     image: Image
