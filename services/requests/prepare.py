@@ -23,8 +23,7 @@ from services.requests.text.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, GenerateRequest, SchedulingParams
-from shared.wire.prompt_modules import PromptModule
+from shared.wire.messages import ChatMessage, GenerateRequest, PromptModule, SchedulingParams
 from shared.wire.replica import Replica
 
 

@@ -1,4 +1,4 @@
-"""Replay: states of requests as their token logs have them."""
+"""LogReplay: states of requests as their token logs have them."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from shared.wire.token_log import decode_entry, queue_entry, queue_read
 from shared.wire.transport import Transport
 
 
-class Replay:
+class LogReplay:
     """Reads token logs, in one round trip a call."""
 
     def __init__(self, transport: Transport, tokenizer: Tokenizer) -> None:

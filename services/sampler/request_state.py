@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer
-from services.sampler.logprobs import LogprobHolder
-from services.sampler.stop import StopMatcher
 from shared.model.decision import DRAW
 from shared.model.prediction import PredictionFollower
 from shared.process.errors import Lost
@@ -28,6 +26,69 @@ log = get_logger("penstock.sampler")
 LOST_LOG = "Redis has lost a part of this request's tokens"
 OTHER_DRAW = "a version that draws tokens by another rule began this answer: send the request again for a whole one"
 NO_TEXT = "the text of the answer could not be made"
+
+
+class StopMatcher:
+    """Finds stop strings, across token borders: it holds text back for as long as that may be the
+    beginning of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that may go to the client now, and the stop string that ended it, if one did.
+        Nothing is fed after a match."""
+        self._held += text
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            released, self._held = self._held[:at], ""
+            return released, stop
+        keep = self._longest_beginning()
+        released, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return released, None
+
+    def flush(self) -> str:
+        """Release what is still held, once no more text can come."""
+        released, self._held = self._held, ""
+        return released
+
+    def _longest_beginning(self) -> int:
+        """The length of the longest end of the held text that begins a stop string; at most the
+        longest stop less one."""
+        for length in range(min(len(self._held), max(map(len, self.stops), default=1) - 1), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self.stops):
+                return length
+        return 0
+
+
+@dataclass(slots=True)
+class LogprobHolder:
+    """Holds logprobs until the text of their tokens is released, for a stop string may still cut it
+    off. Each has the first and the last character of its token's text, counted from the answer's
+    beginning."""
+
+    # of the prompt, which precede the answer in the text that the client gets
+    num_echo_chars: int = 0
+    held: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)
+
+    @property
+    def last(self) -> TokenLogprob | None:
+        """The last token's logprob, if it is still held."""
+        return self.held[-1][2] if self.held else None
+
+    def hold(self, logprob: TokenLogprob, first: int, last: int) -> None:
+        """Keep it until the text up to `last` is released."""
+        self.held.append((first, last, replace(logprob, text_offset=self.num_echo_chars + first)))
+
+    def release(self, num_released: int, *, at_end: bool) -> tuple[TokenLogprob, ...]:
+        """The logprobs of the tokens whose text is out. At the end, those that begin in the cut-off
+        stop string are dropped."""
+        ready = [entry for entry in self.held if entry[1] <= num_released or (at_end and entry[0] < num_released)]
+        self.held = [] if at_end else self.held[len(ready) :]
+        return tuple(logprob for _, _, logprob in ready)
 
 
 @dataclass(slots=True)
@@ -80,9 +141,9 @@ class RequestState:
         else:
             released, matched = self._add_text(token_id, logprob)
             if matched is not None:
-                end = End("stop", matched)
+                end = Finish("stop", matched)
             elif end is None and self.position >= (params.max_tokens or 1):
-                end = End("length")
+                end = Finish("length")
         if end is not None and not isinstance(end.stop_reason, str):
             rest, end = self._flush_text(end)
             released += rest
@@ -138,11 +199,11 @@ class RequestState:
             self.append(event.token_id, own)
         self.fingerprint, self.last_event = fingerprint, event
 
-    def _end_of_token(self, token_id: int) -> "End | None":
+    def _end_of_token(self, token_id: int) -> "Finish | None":
         """The end that the token itself is."""
         if token_id in self.intro.eos_token_ids:
-            return End("stop")
-        return End("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
+            return Finish("stop")
+        return Finish("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
 
     def _add_text(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
         """The text that the token releases, and the stop string that it completes; its logprob is
@@ -157,11 +218,11 @@ class RequestState:
             self.logprobs.hold(logprob, start, self.num_chars)
         return found
 
-    def _flush_text(self, end: "End") -> tuple[str, "End"]:
+    def _flush_text(self, end: "Finish") -> tuple[str, "Finish"]:
         """The text that was held back and that nothing can complete any more; and the end, which a
         stop string in that text may change."""
         released, matched = self._feed(self.detokenizer.flush())
-        return (released + self.matcher.flush(), end) if matched is None else (released, End("stop", matched))
+        return (released + self.matcher.flush(), end) if matched is None else (released, Finish("stop", matched))
 
     def _feed(self, text: str) -> tuple[str, str | None]:
         """The text that passes the stop matcher, which sleeps until min_tokens are there, and the
@@ -176,7 +237,7 @@ class RequestState:
         return (self.intro.echo_text or "") + released if self.position == 1 else released
 
 
-class End(NamedTuple):
+class Finish(NamedTuple):
     """Why a sequence ends with a token; stop_reason: the token or the string that stopped it, where
     the request asked for that one."""
 

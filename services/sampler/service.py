@@ -14,17 +14,17 @@ from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from services.sampler.decider import Logged, StepDecider
-from services.sampler.replay import Replay, is_last
+from services.sampler.replay import LogReplay, is_last
 from services.sampler.request_state import RequestState, catch_up
 from services.sampler.rows import LOST, Decided, select, to_decide_again
-from services.sampler.spans import trace
 from services.sampler.writer import AFTER_REFUSED, StepWriter
 from shared.model.token_table import TokenTable
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger
+from shared.process.tracing import Attributes, Tracer
 from shared.wire.entries import DirectReader, write_dead_letter
-from shared.wire.line import Line, Pipeline
+from shared.wire.line import Pipeline, RedisConnection
 from shared.wire.load import Load
 from shared.wire.messages import Control, SequenceIntro, StepCandidates, encode
 from shared.wire.redis_clock import follow_clock
@@ -53,11 +53,11 @@ class SamplerService:
         self.settings = settings
         self.decider = StepDecider(TokenTable(tokenizer))
         self.writer = StepWriter(stage.model, stage.replica_id, self.write_and_ask)
-        self.replay = Replay(stage.transport, tokenizer)
+        self.replay = LogReplay(stage.transport, tokenizer)
         self.states: dict[tuple[str, int], RequestState] = {}  # by compute replica and handle
         self.reader = DirectReader(stage.transport, candidates(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
-        self.news = Line(stage.transport.client)
+        self.news = RedisConnection(stage.transport.client)
         self.num_tokens = self.num_rebuilt = 0
         self.forgot_at = self.followed_at = time.monotonic()
 
@@ -280,3 +280,17 @@ class SamplerService:
         state = self.states.pop(key, None)
         if state is not None and self.stage.tracer is not None:
             trace(self.stage.tracer, state, key[0], outcome)
+
+
+def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str) -> None:
+    """`sample`: from its introduction by this compute replica to the last token that was decided
+    for it, or until now if that ended it."""
+    if not state.intro.traceparent:
+        return
+    now = time.time()
+    ended_at = now if outcome != "silence" else now - (time.monotonic() - state.touched_at)
+    said: Attributes = {
+        "penstock.request_id": state.intro.request_id, "penstock.compute_id": compute_id, "penstock.num_tokens": state.position - state.num_replayed_tokens,
+        "penstock.num_replayed_tokens": state.num_replayed_tokens, "penstock.outcome": outcome,
+    }  # fmt: skip
+    tracer.record("sample", state.intro.traceparent, state.begun_at, ended_at, said)

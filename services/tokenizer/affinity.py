@@ -28,13 +28,13 @@ SLACK, FACTOR = 4, 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenReplica:
     compute_id: str
     wait_s: float  # what the prefix saves: after so long anybody else is as good
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BlockQuery:
     """Whether a replica has some of a prompt's blocks."""
 
     prompt: int
@@ -53,7 +53,7 @@ class Affinity:
         GroupReader(stage.transport, stream, stage.replica_id)  # reads nothing: the transport makes the group again if Redis has lost it
         self.model = model
 
-    def choose(self, prompts: Sequence[TokenizedRequest]) -> list[Choice | None]:
+    def choose(self, prompts: Sequence[TokenizedRequest]) -> list[ChosenReplica | None]:
         """The replica of each prompt. None: whoever comes first. One round trip, if there are several
         replicas."""
         replicas = [each for each in self.stage.registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs]
@@ -83,7 +83,7 @@ class Affinity:
         return [best_of(found.get(number, []), num_held) for number in range(len(prompts))]
 
 
-def best_of(found: list[tuple[Replica, int]], num_held: Counter[str]) -> Choice | None:
+def best_of(found: list[tuple[Replica, int]], num_held: Counter[str]) -> ChosenReplica | None:
     """The replica that saves most, of those with a free place and not much more to do than others.
     found: all, with the tokens that each has of the prompt; num_held: the sequences of each, to
     which this one is added."""
@@ -97,7 +97,7 @@ def best_of(found: list[tuple[Replica, int]], num_held: Counter[str]) -> Choice 
     if best is None or saved[best] < WORTH_S:
         return None
     num_held[best] += 1
-    return Choice(best, min(saved[best], MOST_WAIT_S))
+    return ChosenReplica(best, min(saved[best], MOST_WAIT_S))
 
 
 def can_share(prompt: TokenizedRequest) -> bool:
@@ -105,7 +105,7 @@ def can_share(prompt: TokenizedRequest) -> bool:
     return prompt.params.prompt_logprobs is None and (prompt.embedding is None or prompt.embedding.pooling == "last")
 
 
-def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[Question]:
+def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[BlockQuery]:
     """Questions about a prompt: its last token is computed anyway. named: hashes of blocks, which are
     the same for replicas with equal fingerprints and for the choices of one prompt."""
     questions = []
@@ -119,7 +119,7 @@ def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named
         step = -(-len(hashes) // MAX_ASKED)
         asked = range(len(hashes) - 1, -1, -step)
         ends = [(0, (each + 1) * replica.block_size) if layout is None else segment_end(layout, each) for each in asked]
-        questions.append(Question(number, replica, [hashes[each][:HINT_BYTES] for each in asked], ends))
+        questions.append(BlockQuery(number, replica, [hashes[each][:HINT_BYTES] for each in asked], ends))
     return questions
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.tokenizer.affinity import Affinity, Choice
-from services.tokenizer.answers import Answer
+from services.tokenizer.affinity import Affinity, ChosenReplica
+from services.tokenizer.answers import TokenizerAnswer
 from services.tokenizer.encoder import Encoder
-from services.tokenizer.prepared import Prepared
+from services.tokenizer.pending import PendingPrompt
 from services.tokenizer.slow_templates import SlowTemplates, brings_template
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
@@ -90,13 +90,13 @@ class TokenizerService:
         started_at = time.time()
         prepared = list(zip(ordinary, self.encoder.prepare([each.message for each in ordinary], self.encoder.chat_template), strict=True))
         slow += [delivery for delivery, each in prepared if each.is_slow]
-        refused = [(delivery, Prepared(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
+        refused = [(delivery, PendingPrompt(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
         self.hand_on([(delivery, each) for delivery, each in prepared if not each.is_slow] + refused, dead, started_at)
 
     def finish_slow(self) -> None:
         self.hand_on(self.templates.done(), [], time.time())
 
-    def hand_on(self, prepared: list[tuple[Delivery, Prepared]], dead: list[DeadLetter], started_at: float) -> None:
+    def hand_on(self, prepared: list[tuple[Delivery, PendingPrompt]], dead: list[DeadLetter], started_at: float) -> None:
         """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly
         one stream."""
         if not prepared and not dead:
@@ -119,7 +119,7 @@ class TokenizerService:
                 if isinstance(result, Invalid):
                     error = RequestError(str(result), result.status, result.param, result.code)
                     end_request(pipe, model, request.request_id, request.gateway_id, error=error)
-                elif isinstance(result, Answer):
+                elif isinstance(result, TokenizerAnswer):
                     write_end(pipe, model, TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"), request.gateway_id)
                 else:
                     self.write_prompt(pipe, replace(result, tokenized_at=tokenized_at), choices.get(request.request_id))
@@ -138,19 +138,21 @@ class TokenizerService:
                 log.info("request refused", request_id=request.request_id, error=result)
             self.trace(request, result, started_at, tokenized_at, len(live))
 
-    def choose_replicas(self, results: list[TokenizedRequest | Answer | Invalid]) -> dict[str, Choice]:
+    def choose_replicas(self, results: list[TokenizedRequest | TokenizerAnswer | Invalid]) -> dict[str, ChosenReplica]:
         """The compute replicas of prompts that are better off with a certain one, by request."""
         prompts = [each for each in results if isinstance(each, TokenizedRequest)]
         choices = self.affinity.choose(prompts) if self.affinity is not None else []
         return {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=False) if choice is not None}
 
-    def write_prompt(self, pipe: Pipeline, prompt: TokenizedRequest, choice: Choice | None) -> None:
+    def write_prompt(self, pipe: Pipeline, prompt: TokenizedRequest, choice: ChosenReplica | None) -> None:
         if choice is None:
             append_to_group(pipe, self.prompts, prompt)
         else:
             offer(pipe, self.prompts, prompt, choice.compute_id, round(choice.wait_s * 1000))
 
-    def trace(self, request: GenerateRequest, result: TokenizedRequest | Answer | Invalid, started_at: float, ended_at: float, batch_size: int) -> None:
+    def trace(
+        self, request: GenerateRequest, result: TokenizedRequest | TokenizerAnswer | Invalid, started_at: float, ended_at: float, batch_size: int
+    ) -> None:
         """`tokenize`: the whole batch's time, for a request waits for all of its batch."""
         if self.stage.tracer is None or not request.traceparent:
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.prepared import Prepared
+from services.tokenizer.pending import PendingPrompt
 from shared.process.errors import Invalid
 from shared.wire.entries import Delivery
 from shared.wire.messages import GenerateRequest
@@ -23,7 +23,7 @@ MAX_OF_TENANT = 64  # that wait
 MAX_WAITING = 256  # of all tenants
 WAIT_S = 10.0
 
-Render = Callable[[GenerateRequest, ChatTemplate], Prepared]
+Render = Callable[[GenerateRequest, ChatTemplate], PendingPrompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Running:
     delivery: Delivery
     tenant: str
     template: ChatTemplate
-    rendering: Future[Prepared]
+    rendering: Future[PendingPrompt]
 
 
 class SlowTemplates:
@@ -66,9 +66,9 @@ class SlowTemplates:
         self._begin()
         return None
 
-    def done(self) -> list[tuple[Delivery, Prepared]]:
+    def done(self) -> list[tuple[Delivery, PendingPrompt]]:
         """Requests that were rendered since the last call, or that waited too long."""
-        found: list[tuple[Delivery, Prepared]] = []
+        found: list[tuple[Delivery, PendingPrompt]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)
             self._free.append(each.template)
@@ -81,7 +81,7 @@ class SlowTemplates:
             while questions and questions[0][1] < late:
                 delivery, _ = questions.popleft()
                 error = _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)
-                found.append((delivery, Prepared(delivery.message, error=error)))
+                found.append((delivery, PendingPrompt(delivery.message, error=error)))
             if not questions:
                 del self._waiting[tenant]
         self._list_entries()

@@ -14,7 +14,7 @@ NULLABLE = re.compile(r"\{(.*),null\}")
 TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "PATH", "list[str]": "TEXT"}
 
 
-class Parser(argparse.ArgumentParser):
+class CommandLineParser(argparse.ArgumentParser):
     """An argparse parser that takes flags by their whole names only, and is brief about
     mistakes."""
 

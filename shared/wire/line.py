@@ -1,5 +1,5 @@
-"""Line: a connection to Redis on which commands are sent now and their replies are read when they
-are wanted.
+"""RedisConnection: a connection to Redis on which commands are sent now, and their replies are read
+later.
 
 Compute sends a step's candidates and goes on to the next step; what Redis says is read when that
 step is done. A blocking read is left standing in the same way: its reply comes when there is
@@ -29,7 +29,7 @@ REPLY_TIMEOUT_S = 5.0
 BLOCKING = ("XREAD", "XREADGROUP")
 
 
-class Line:
+class RedisConnection:
     """One connection of its own. Every method raises what redis-py raises; after that, `close` and
     start over."""
 
@@ -116,7 +116,7 @@ class Line:
         self._scripts.clear()
 
 
-def wait_for_any(lines: Sequence[Line], wait_s: float) -> None:
+def wait_for_any(lines: Sequence[RedisConnection], wait_s: float) -> None:
     """Until one of the lines that await a reply has one, or for wait_s. Raises what has_reply does."""
     awaiting = [line for line in lines if line.num_awaited]
     if not awaiting or any(line.has_reply() for line in awaiting):

@@ -20,13 +20,11 @@ from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment, check_segments
-from shared.model.vision.images import MAX_IMAGES, PromptImage
+from shared.model.vision.images import MAX_IMAGES, Image, PromptImage
 from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 from shared.wire.codec import from_bytes, packer, to_bytes
-from shared.wire.images import ContentPart, EncodeImage
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
-from shared.wire.prompt_modules import PromptModule
 from shared.wire.replica import Replica
 from shared.wire.views import ComputeView
 
@@ -41,6 +39,13 @@ class ToolCall(WireStruct, frozen=True):
     name: str
     # JSON, an object; the model's own text where the call is incomplete or invalid
     arguments: str
+
+
+class ContentPart(WireStruct, frozen=True):
+    """A part of a message with images: a text, or an image."""
+
+    text: str = ""
+    image: Image | None = None
 
 
 class ChatMessage(WireStruct, frozen=True):
@@ -105,6 +110,24 @@ class EncodingParams(WireStruct, frozen=True):
     keeps_beginning: bool = False
 
 
+class ModulePart(WireStruct, frozen=True):
+    """A text of a prompt module, as its tokens, or an argument in it."""
+
+    position: int  # of its first token, from where modules begin
+    token_ids: Int32Array  # of an argument none
+    parameter: str = ""  # of an argument: its name
+    argument: str = ""
+    max_tokens: int = 0  # of an argument
+
+
+class PromptModule(WireStruct, frozen=True):
+    """A module that a prompt is put together from."""
+
+    name: str
+    end: int  # the position behind it, from where modules begin
+    parts: tuple[ModulePart, ...]
+
+
 class GenerateRequest(WireStruct, frozen=True):
     """A client asked for one continuation, for one embedding, or for something else that takes a
     tokenizer. Exactly one of messages, prompt and prompt_token_ids is set (of a task "describe",
@@ -132,6 +155,13 @@ class GenerateRequest(WireStruct, frozen=True):
     prediction: str = ""  # the answer, as the client expects it
     # stand at the beginning of the prompt, or of the first user's message
     modules: tuple[PromptModule, ...] = ()
+
+
+class EncodeImage(WireStruct, frozen=True):
+    """Asks an encoder for the embeddings of an image."""
+
+    response_id: str  # of which the image's file is
+    image: Image
 
 
 class TokenizedRequest(WireStruct, frozen=True):

@@ -23,7 +23,7 @@ ASKING_S = 1.0  # for an answer about the primary: then the next is asked
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class DiscoveryUrl:
     """A URL, taken apart."""
 
     addresses: tuple[tuple[str, int], ...]  # of the Sentinels, or of nodes
@@ -46,7 +46,7 @@ def wrong_url(url: str, error: ValueError) -> str:
     return "its scheme, host, port or path is none, or a special character of its password is not written as %XX (/ is %2F)"
 
 
-def parse_named(url: str) -> Named | None:
+def parse_named(url: str) -> DiscoveryUrl | None:
     """None for a URL that says itself where Redis is. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
@@ -76,7 +76,7 @@ def parse_named(url: str) -> Named | None:
     times = {"socket_timeout": ASKING_S, "socket_connect_timeout": ASKING_S}
     addresses = tuple(_address(each, DEFAULT_PORTS[kind]) for each in hosts.split(","))
     named = unquote(name)
-    return Named(addresses, named if kind == "sentinel" else "", named if kind == "cluster" else "", options, asking | times, has_tls)
+    return DiscoveryUrl(addresses, named if kind == "sentinel" else "", named if kind == "cluster" else "", options, asking | times, has_tls)
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

@@ -9,8 +9,7 @@ from services.tokenizer.modules import PLACE
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest
-from shared.wire.prompt_modules import ModulePart, PromptModule
+from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, ModulePart, PromptModule, TokenizedRequest
 from tests.stages.line_of_stages import FILES, MODEL, text_tokenizer
 
 PARAMS = SamplingParams(max_tokens=4)

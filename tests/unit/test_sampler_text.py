@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from services.sampler.detokenizer import MAX_PENDING, Detokenizer, load_tokenizer
-from services.sampler.request_state import RequestState
-from services.sampler.stop import StopMatcher
+from services.sampler.request_state import RequestState, StopMatcher
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.model.token_table import TokenTable

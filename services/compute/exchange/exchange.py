@@ -22,7 +22,7 @@ from services.compute.exchange.undecided import Decision, Undecided
 from services.compute.intake.quarantine import Record
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
-from shared.wire.line import Line, Pipeline
+from shared.wire.line import Pipeline, RedisConnection
 from shared.wire.messages import Control, Offer, StepDecisions
 from shared.wire.offers import take_up
 from shared.wire.redis_clock import follow_clock
@@ -73,7 +73,7 @@ class Exchange:
         self.prefixes = Prefixes(stage, blocks)
         self.samplers = Samplers(stage.replica_id, active, stage.fingerprint)
         self.undecided = Undecided()
-        out, news, requests = (Line(stage.transport.client) for _ in range(3))
+        out, news, requests = (RedisConnection(stage.transport.client) for _ in range(3))
         self.outbox = Outbox(out, self.prompts.stream, self.decisions, self.prefixes, publish_interval_s=publish_interval_s, max_held=max_held)
         self.inbox = Inbox(news, requests, self.prompts, self.decisions, self.control, self.offered)
         # of the next message: beyond any of an earlier life of this replica

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from services.compute.exchange.prefixes import Prefixes
 from services.compute.intake.quarantine import Record, queue_records
 from shared.wire.entries import DirectReader, append
-from shared.wire.line import Line, Pipeline
+from shared.wire.line import Pipeline, RedisConnection
 from shared.wire.messages import StepCandidates
 from shared.wire.streams import GroupStream, attempts_key, candidates
 from shared.wire.token_log import finish_ended
@@ -38,7 +38,9 @@ class Outbox:
     them at most.
     """
 
-    def __init__(self, line: Line, prompts: GroupStream, decisions: DirectReader, prefixes: Prefixes, *, publish_interval_s: float, max_held: int) -> None:
+    def __init__(
+        self, line: RedisConnection, prompts: GroupStream, decisions: DirectReader, prefixes: Prefixes, *, publish_interval_s: float, max_held: int
+    ) -> None:
         self.line = line
         self.prompts = prompts
         self.decisions = decisions

@@ -189,7 +189,7 @@ class Cropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PatchRows:
     """Mistral 3 and Pixtral: as many patches as the image has, up to a longest edge; a token behind each row."""
 
     patch: int  # pixels of a token's side
@@ -281,9 +281,9 @@ def _aya_vision(config: Config, processor: Config) -> Cropped:
     return Cropped(**shape, placeholder="<|IMG_PATCH|>", marker="<image>", before="<|START_OF_IMG|>", behind="<|END_OF_IMG|>", is_numbered=True)
 
 
-def _rows(config: Config, processor: Config) -> Rows:
+def _rows(config: Config, processor: Config) -> PatchRows:
     patch = int(config["vision_config"].get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
-    return Rows(patch, int((processor.get("size") or {}).get("longest_edge", 1024)))
+    return PatchRows(patch, int((processor.get("size") or {}).get("longest_edge", 1024)))
 
 
 READERS: dict[str, Callable[[Config, Config], VisionFamily]] = {
