@@ -7,7 +7,6 @@ runs ahead: a row says which token it was computed on, and is passed over if the
 there.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from services.sampler.request_state import NO_TEXT, RequestState
 from services.sampler.rows import LOST, UNKNOWN, Decided
 from shared.model.decision import Draws, decide, pad, pick
 from shared.model.token_table import TokenTable
+from shared.process.clock import Clock
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import StepCandidates, TokenEvent
@@ -32,8 +32,9 @@ Logged = Mapping[tuple[int, int], TokenEvent | str | None]
 class StepDecider:
     """Appends a step's tokens to the states of its requests."""
 
-    def __init__(self, tokens: TokenTable) -> None:
+    def __init__(self, tokens: TokenTable, clock: Clock) -> None:
         self.tokens = tokens
+        self.clock = clock
 
     def decide(self, step: StepCandidates, states: Sequence[RequestState | None], logged: Logged) -> list[Decided]:
         """Each row's next token: the draw for all rows at once, then text and stop strings row by
@@ -73,7 +74,7 @@ class StepDecider:
         """The state one token on. What goes wrong in a request's text is that request's error
         alone."""
         handle, position = int(step.handles[row]), int(step.positions[row])
-        state.touched_at = time.monotonic()
+        state.touched_at = self.clock.monotonic()
         try:
             prompt = spell(self.tokens, state.intro.prompt_logprobs) if position == 1 and state.intro.prompt_logprobs is not None else None
             if state.intro.params.max_tokens == 0:

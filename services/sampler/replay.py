@@ -1,12 +1,12 @@
 """LogReplay: states of requests as their token logs have them."""
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from services.sampler.request_state import RequestState, catch_up
+from shared.process.clock import Clock
 from shared.process.errors import Lost
 from shared.wire.line import Pipeline
 from shared.wire.messages import SequenceIntro, TokenEvent
@@ -18,13 +18,14 @@ from shared.wire.transport import Transport
 class LogReplay:
     """Reads token logs, in one round trip a call."""
 
-    def __init__(self, transport: Transport, tokenizer: Tokenizer) -> None:
+    def __init__(self, transport: Transport, tokenizer: Tokenizer, clock: Clock) -> None:
         self.transport = transport
         self.tokenizer = tokenizer
+        self.clock = clock
 
     def begin(self, intro: SequenceIntro) -> RequestState:
         """The state before the first token."""
-        return RequestState.begin(intro, self.tokenizer, time.monotonic())
+        return RequestState.begin(intro, self.tokenizer, self.clock)
 
     def read(self, states: Sequence[RequestState]) -> list[Any]:
         """The logs' entries beyond the states' positions, as `request_state.catch_up` takes

@@ -5,7 +5,6 @@ function of the token log.
 so a replica that takes a request over ends up in the very state of the one that lost it.
 """
 
-import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from services.sampler.detokenizer import Detokenizer
 from shared.model.decision import DRAW
 from shared.model.prediction import PredictionFollower
+from shared.process.clock import Clock
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
@@ -100,7 +100,8 @@ class RequestState:
     detokenizer: Detokenizer
     matcher: StopMatcher
     gateway_id: str | None  # where events go: the gateway that asked, or the one that resumed
-    touched_at: float
+    touched_at: float  # monotonic, s
+    begun_at: float  # wall clock, s
     position: int = 0  # tokens decided
     last_token_id: int = -1  # the token at that position; -1: none yet
     lost: str = ""  # why the log can't be followed any more, in words for the client
@@ -111,15 +112,24 @@ class RequestState:
     fingerprint: str = ""  # of the compute replica that made the last token
     prediction: PredictionFollower | None = None  # of the answer, if the client has one
     last_event: TokenEvent | None = None
-    begun_at: float = field(default_factory=time.time)  # wall clock, s
     num_replayed_tokens: int = 0  # decided before this replica had it
 
     @classmethod
-    def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
+    def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, clock: Clock) -> "RequestState":
+        """The state before the first token."""
         detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens)
         prediction = PredictionFollower(intro.prediction_token_ids.tolist()) if len(intro.prediction_token_ids) else None
         logprobs = LogprobHolder(len(intro.echo_text or ""))
-        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now, logprobs=logprobs, prediction=prediction)
+        return cls(
+            intro,
+            detokenizer,
+            StopMatcher(intro.params.stop),
+            intro.gateway_id,
+            touched_at=clock.monotonic(),
+            begun_at=clock.wall(),
+            logprobs=logprobs,
+            prediction=prediction,
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -4,7 +4,6 @@ round trip, trim.
 The log refuses a second entry at a position, and what it holds wins.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from services.sampler.request_state import RequestState, catch_up
 from services.sampler.rows import LOST, Decided, select, to_decide_again
 from services.sampler.writer import AFTER_REFUSED, StepWriter
 from shared.model.token_table import TokenTable
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger
@@ -47,39 +47,41 @@ ANSWER_EVERY_S = 0.5
 
 
 class SamplerService:
-    def __init__(self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer, clock: Clock = SYSTEM_CLOCK) -> None:
+        """clock: of all times that it measures and writes; Redis' own waits are not among them."""
         assert stage.model is not None
         self.stage = stage
         self.settings = settings
-        self.decider = StepDecider(TokenTable(tokenizer))
-        self.writer = StepWriter(stage.model, stage.replica_id, self.write_and_ask)
-        self.replay = LogReplay(stage.transport, tokenizer)
+        self.clock = clock
+        self.decider = StepDecider(TokenTable(tokenizer), clock)
+        self.writer = StepWriter(stage.model, stage.replica_id, self.write_and_ask, clock)
+        self.replay = LogReplay(stage.transport, tokenizer, clock)
         self.states: dict[tuple[str, int], RequestState] = {}  # by compute replica and handle
         self.reader = DirectReader(stage.transport, candidates(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
         self.news = RedisConnection(stage.transport.client)
         self.num_tokens = self.num_rebuilt = 0
-        self.forgot_at = self.followed_at = time.monotonic()
+        self.forgot_at = self.followed_at = self.clock.monotonic()
 
     def run(self) -> None:
         self.stage.catch_signals()
         self.stage.transport.wait_until_up(self.settings.redis_timeout_s)
         self.control.start_at_end()
         self.stage.join()
-        quiet_since = time.monotonic()
-        while not (self.stage.stopping.is_set() and time.monotonic() - quiet_since > self.settings.drain_s):
+        quiet_since = self.clock.monotonic()
+        while not (self.stage.stopping.is_set() and self.clock.monotonic() - quiet_since > self.settings.drain_s):
             if self.stage.stopping.is_set():
                 # compute sends elsewhere from its next look at the registry; until then, go on
                 self.stage.leave()
             for step in self.read():
                 self.answer(step)
-                quiet_since = time.monotonic()
+                quiet_since = self.clock.monotonic()
             self.stage.mark_alive()
             self.stage.load = Load(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
-            if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
+            if self.clock.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
-            if time.monotonic() - self.followed_at > FOLLOW_CLOCK_EVERY_S:
-                self.followed_at = time.monotonic()
+            if self.clock.monotonic() - self.followed_at > FOLLOW_CLOCK_EVERY_S:
+                self.followed_at = self.clock.monotonic()
                 follow_clock(self.stage.transport, [self.reader, self.control])
         self.stage.leave()
         self.news.close()
@@ -150,17 +152,17 @@ class SamplerService:
         new = [intro for intro in step.intros if not self.knows(step.compute_id, intro)]
         handles, given, left = step.handles.tolist(), set[int](), {intro.handle for intro in new}
         # with many, the others need not wait even for the first
-        answered_at = time.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0
+        answered_at = self.clock.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0
         for start in range(0, len(new), REBUILD_AT_ONCE):
             for handle in self.rebuild(step.compute_id, new[start : start + REBUILD_AT_ONCE]):
                 left.discard(handle)
-                if time.monotonic() - answered_at > ANSWER_EVERY_S:
+                if self.clock.monotonic() - answered_at > ANSWER_EVERY_S:
                     ready = [row for row, each in enumerate(handles) if each not in left and row not in given]
                     given.update(ready)
                     if ready:
                         yield select(step, ready)
                     self.stage.mark_alive()
-                    answered_at = time.monotonic()
+                    answered_at = self.clock.monotonic()
         rest = [row for row in range(len(handles)) if row not in given]
         if not given:
             yield step
@@ -269,7 +271,7 @@ class SamplerService:
                     state.gateway_id = message.gateway_id
 
     def forget_untouched(self) -> None:
-        now = self.forgot_at = time.monotonic()
+        now = self.forgot_at = self.clock.monotonic()
         live = self.stage.registry.ids("compute", self.stage.model)
         for key, idle_s in [(key, now - state.touched_at) for key, state in self.states.items()]:
             if idle_s > (FORGET_AFTER_S if key[0] in live else FORGET_GONE_AFTER_S):
@@ -279,16 +281,16 @@ class SamplerService:
         """Forget the state of a replica's handle, if it is known. outcome: for its trace."""
         state = self.states.pop(key, None)
         if state is not None and self.stage.tracer is not None:
-            trace(self.stage.tracer, state, key[0], outcome)
+            trace(self.stage.tracer, state, key[0], outcome, self.clock)
 
 
-def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str) -> None:
+def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str, clock: Clock) -> None:
     """`sample`: from its introduction by this compute replica to the last token that was decided
     for it, or until now if that ended it."""
     if not state.intro.traceparent:
         return
-    now = time.time()
-    ended_at = now if outcome != "silence" else now - (time.monotonic() - state.touched_at)
+    now = clock.wall()
+    ended_at = now if outcome != "silence" else now - (clock.monotonic() - state.touched_at)
     said: Attributes = {
         "penstock.request_id": state.intro.request_id, "penstock.compute_id": compute_id, "penstock.num_tokens": state.position - state.num_replayed_tokens,
         "penstock.num_replayed_tokens": state.num_replayed_tokens, "penstock.outcome": outcome,

@@ -1,7 +1,6 @@
 """StepWriter: a decided step goes to its logs, to the gateways and to compute, in one round
 trip."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.sampler.rows import FAILED, Decided, moments_of
+from shared.process.clock import Clock
 from shared.wire.line import Pipeline
 from shared.wire.messages import Moments, StepCandidates, StepDecisions, StepEvents
 from shared.wire.streams import DirectStream, decisions, events
@@ -24,10 +24,11 @@ class StepWriter:
     """Writes what this sampler has decided. send: makes one round trip of what is queued, and
     returns the replies."""
 
-    def __init__(self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]]) -> None:
+    def __init__(self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]], clock: Clock) -> None:
         self.model = model
         self.sampler_id = sampler_id
         self.send = send
+        self.clock = clock
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> Refused:
         """Append the rows' entries to their logs, and `tell` of them. Returns the entries that the
@@ -42,7 +43,7 @@ class StepWriter:
         self._send(step, decided, [])
 
     def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, bytes | None]]:
-        now = time.time()
+        now = self.clock.wall()
         messages = [*self._events(step, decided, now), (decisions(step.compute_id), self._decisions(step, decided))]
         ends = [(row.end, row.state.gateway_id, self._moments(step, [row], now)) for row in decided if row.end and row.state]
 

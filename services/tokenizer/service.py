@@ -1,6 +1,5 @@
 """The tokenizer's loop: read what is waiting, encode it as one batch, hand it on, acknowledge."""
 
-import time
 from typing import Any
 
 from msgspec.structs import replace
@@ -10,6 +9,7 @@ from services.tokenizer.answers import TokenizerAnswer
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.pending import PendingPrompt
 from services.tokenizer.slow_templates import SlowTemplates, brings_template
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
 from shared.process.telemetry import get_logger
@@ -37,14 +37,15 @@ UNBOUNDED = 1 << 31  # tokens, until a compute replica says how many it takes
 
 
 class TokenizerService:
-    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int | None) -> None:
+    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int | None, clock: Clock = SYSTEM_CLOCK) -> None:
         self.stage = stage
         self.settings = settings
+        self.clock = clock
         self.encoder = encoder
         self.max_model_len = max_model_len
         self.prompts = prompts(encoder.model)
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
-        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0])
+        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0], clock.monotonic)
         self.affinity = Affinity(stage, self.prompts, encoder.model) if settings.prefix_affinity else None
         self.num_requests = 0
         self._claimed_at = self._forgot_at = 0.0
@@ -66,7 +67,7 @@ class TokenizerService:
     def claim(self) -> None:
         """Now and then, keep what is held here, and take over what dead replicas left. One entry at
         a time, for one of them may be what they died of."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if now - self._claimed_at > CLAIM_EVERY_S:
             self._claimed_at = now
             idle_ms = self.stage.claim_idle_ms(CLAIM_IDLE_MS)
@@ -87,14 +88,14 @@ class TokenizerService:
         fresh = [delivery for delivery in deliveries if delivery.entry_id not in self.templates.entry_ids]
         slow = [delivery for delivery in fresh if brings_template(delivery.message)]
         ordinary = [delivery for delivery in fresh if not brings_template(delivery.message)]
-        started_at = time.time()
+        started_at = self.clock.wall()
         prepared = list(zip(ordinary, self.encoder.prepare([each.message for each in ordinary], self.encoder.chat_template), strict=True))
         slow += [delivery for delivery, each in prepared if each.is_slow]
         refused = [(delivery, PendingPrompt(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
         self.hand_on([(delivery, each) for delivery, each in prepared if not each.is_slow] + refused, dead, started_at)
 
     def finish_slow(self) -> None:
-        self.hand_on(self.templates.done(), [], time.time())
+        self.hand_on(self.templates.done(), [], self.clock.wall())
 
     def hand_on(self, prepared: list[tuple[Delivery, PendingPrompt]], dead: list[DeadLetter], started_at: float) -> None:
         """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly
@@ -110,7 +111,7 @@ class TokenizerService:
         cancelled = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is not None]
         results = self.encoder.finish(waited_for, self.longest_sequence())
         choices = self.choose_replicas(results)
-        tokenized_at = time.time()
+        tokenized_at = self.clock.wall()
 
         def write(pipe: Pipeline) -> None:
             model = self.encoder.model

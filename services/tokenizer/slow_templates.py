@@ -5,7 +5,6 @@ Only the tenant who sent such a conversation waits for it: tenants take turns, a
 workers. A conversation that waits too long, or is one too many, gets an error that says so.
 """
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,11 +36,12 @@ class Running:
 class SlowTemplates:
     """Conversations that are rendered beside the loop. The methods belong to the loop."""
 
-    def __init__(self, tokenizer: Any, render: Render) -> None:
+    def __init__(self, tokenizer: Any, render: Render, clock: Callable[[], float]) -> None:
         """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its
-        own."""
+        own; clock: s, goes forward only."""
         self._tokenizer = tokenizer
         self._render = render
+        self._clock = clock
         self._free: list[ChatTemplate] = []
         self._running: list[Running] = []
         # by tenant, whose turn is next first; each with the time since when it waits
@@ -62,7 +62,7 @@ class SlowTemplates:
             return _refused("too many conversations wait whose chat template takes long", 503)
         if not self._free and not self._running:
             self._free = [ChatTemplate(self._tokenizer) for _ in range(NUM_WORKERS)]
-        self._waiting.setdefault(tenant, deque()).append((delivery, time.monotonic()))
+        self._waiting.setdefault(tenant, deque()).append((delivery, self._clock()))
         self._begin()
         return None
 
@@ -76,7 +76,7 @@ class SlowTemplates:
             assert not prepared.is_slow, "only a quick template says so"
             found.append((each.delivery, prepared))
         self._begin()
-        late = time.monotonic() - WAIT_S
+        late = self._clock() - WAIT_S
         for tenant, questions in list(self._waiting.items()):
             while questions and questions[0][1] < late:
                 delivery, _ = questions.popleft()
