@@ -45,14 +45,15 @@ class LogReplay:
             catch_up(state, entries)
 
     def again(self, known: RequestState) -> RequestState:
-        """The state as the log has it, in place of one that went another way."""
+        """Replay the log from its beginning, for a state that has diverged from it."""
         state = self.begin(known.intro)
         state.gateway_id = known.gateway_id
         self.catch_up([state])
         return state
 
     def events_at(self, places: Iterable[tuple[RequestState, int]]) -> list[TokenEvent | str | None]:
-        """Read the logs at some positions: the event, None for nothing, or why it can't be read."""
+        """Read the logs at some positions. Returns for each the event, None if there is none, or the
+        reason why it can't be read."""
         asked = list(places)
         if not asked:
             return []
@@ -61,18 +62,16 @@ class LogReplay:
             for state, position in asked:
                 queue_entry(pipe, state.intro.request_id, position)
 
-        return [event_of(found) for found in self.transport.run(ask)]
+        return [event_of(entries) for entries in self.transport.run(ask)]
 
 
 def is_last(state: RequestState, position: int) -> bool:
-    """Whether the state still has the event with which a position was answered: nothing came after
-    it."""
+    """Whether the state still has the event of that position: no later one has come."""
     return state.last_event is not None and state.last_event.position <= position
 
 
 def event_of(entries: Any) -> TokenEvent | str | None:
-    """The event of the only entry that was found; None: there is none; a text: why it can't be
-    read."""
+    """The event of the only entry; None if there is none; a text says why it can't be read."""
     try:
         return decode_entry(entries[0][1][MESSAGE]) if entries else None
     except Lost as error:

@@ -1,8 +1,8 @@
-"""The sampler's state of a request: its text so far, its stop strings, its logprobs. All of it a
-function of the token log.
+"""The sampler's state of a request: its text so far, its stop strings, its logprobs. All of it
+follows from the token log.
 
 `append` is the one way forward, for a token just decided and for one replayed from the log alike,
-so a replica that takes a request over ends up in the very state of the one that lost it.
+so a replica that takes a request over has the same state as the replica that had it.
 """
 
 from dataclasses import dataclass, field
@@ -40,9 +40,9 @@ class StopMatcher:
         """The text that may go to the client now, and the stop string that ended it, if one did.
         Nothing is fed after a match."""
         self._held += text
-        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, stop = min(found)
+        matches = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            at, stop = min(matches)
             released, self._held = self._held[:at], ""
             return released, stop
         keep = self._longest_beginning()
@@ -136,8 +136,8 @@ class RequestState:
         return self.last_event is not None and self.last_event.finish_reason is not None
 
     def append(self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None) -> TokenEvent:
-        """The next token was decided: its event, with the text that may go to the client; the first
-        one's, with what was asked of the prompt."""
+        """Append the token that was decided. Returns its event, with the text that may go to the client;
+        the first event has what the request asked about its prompt."""
         self.position += 1
         self.last_token_id = token_id
         if self.prediction is not None:
@@ -181,7 +181,7 @@ class RequestState:
         return event
 
     def end_after_prompt(self, prompt_logprobs: PromptLogprobs | None) -> TokenEvent:
-        """No token was asked for: the event of the end."""
+        """Return the last event of a request for no tokens."""
         event = TokenEvent(
             request_id=self.intro.request_id,
             position=0,
@@ -197,12 +197,12 @@ class RequestState:
         return event
 
     def failure(self, reason: str) -> TokenEvent:
-        """The event of the end of a request that can't go on."""
+        """Return the last event of a request that can't continue."""
         error = RequestError(reason)
         return TokenEvent(self.intro.request_id, self.position, None, "", self.intro.num_prompt_tokens, finish_reason="error", error=error)
 
     def replay(self, event: TokenEvent) -> None:
-        """Catch up with one entry of the log."""
+        """Append the token of one entry of the log."""
         fingerprint = event.fingerprint or self.fingerprint
         if event.token_id is not None:
             own = event.withheld or (event.logprobs[-1] if event.logprobs else None)
@@ -210,7 +210,7 @@ class RequestState:
         self.fingerprint, self.last_event = fingerprint, event
 
     def _end_of_token(self, token_id: int) -> "Finish | None":
-        """The end that the token itself is."""
+        """The end, if the token itself is one."""
         if token_id in self.intro.eos_token_ids:
             return Finish("stop")
         return Finish("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
@@ -220,13 +220,13 @@ class RequestState:
         held."""
         start = self.num_chars
         text = self.detokenizer.add(token_id)
-        found = self._feed(text)
+        released = self._feed(text)
         if logprob is not None:
-            # what comes before it is U+FFFD, of tokens before this one
+            # text before it is U+FFFD, for bytes of earlier tokens
             if text.endswith(logprob.token):
                 start = self.num_chars - len(logprob.token)
             self.logprobs.hold(logprob, start, self.num_chars)
-        return found
+        return released
 
     def _flush_text(self, end: "Finish") -> tuple[str, "Finish"]:
         """The text that was held back and that nothing can complete any more; and the end, which a
@@ -256,7 +256,7 @@ class Finish(NamedTuple):
 
 
 def catch_up(state: RequestState, entries: Any) -> None:
-    """Replay entries of a state's log. What can't be followed is that request's error alone."""
+    """Replay entries of a state's log. A log that can't be replayed is that request's error alone."""
     try:
         events = parse_log(entries, state.position)
         for event in events:

@@ -35,14 +35,14 @@ from shared.wire.token_log import decode_entry
 log = get_logger("penstock.sampler")
 
 BLOCK_MS = 500
-# a state nobody has asked about: another sampler has it, or its compute replica is gone; one that
-# comes back introduces its sequences again
+# a state that no row asks about: another sampler has it, or its compute replica is gone. A replica
+# that comes back introduces its sequences again
 FORGET_AFTER_S, FORGET_GONE_AFTER_S = 600.0, 30.0
 FORGET_EVERY_S = 10.0
 FOLLOW_CLOCK_EVERY_S = 1.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
-# while many are taken over: compute goes on with those, and hears that this sampler lives well
-# before it loses its patience
+# while many sequences are taken over: compute continues those that are ready, and knows well before
+# its patience ends that this sampler lives
 ANSWER_EVERY_S = 0.5
 
 
@@ -122,12 +122,12 @@ class SamplerService:
                 self.news.send(fill_both)
                 return self.news.receive(leave=1)
             except (RedisError, OSError):
-                self.news.close()  # nobody knows what was written: all of it again, with patience
+                self.news.close()  # it is unknown what was written: write all again, with retries
         return self.stage.transport.run(fill)
 
     def answer(self, step: StepCandidates) -> None:
-        """Decide the step's rows and write them: log, events, decisions. What nobody can answer
-        becomes a dead letter."""
+        """Decide the step's rows and write them: log, events, decisions. A step that can't be
+        answered becomes a dead letter."""
         try:
             for part in self.introduce(step):
                 decided = self.decide_and_write(part)
@@ -197,7 +197,7 @@ class SamplerService:
         """Decide a step's rows and write them. Where a log refuses one, what it holds wins, and the
         rows after it are decided again."""
         part: StepCandidates | None = step
-        told: list[Decided] = []
+        answered: list[Decided] = []
         while part is not None:
             decided = self.decider.decide(part, *self.look_up(part))
             tokens, ends = [row for row in decided if row.end is None], [row for row in decided if row.end is not None]
@@ -208,9 +208,9 @@ class SamplerService:
                 ends = [row for row in ends if row.handle not in {handle for handle, _ in refused}]
             if ends:
                 self.writer.tell(part, ends)
-            told += tokens + ends
+            answered += tokens + ends
             part = self.remainder(part, to_decide_again(decided, tokens, refused)) if refused else None
-        return told
+        return answered
 
     def remainder(self, step: StepCandidates, again: list[Decided]) -> StepCandidates | None:
         """The rows to decide again, on what their logs hold now; None: there are none."""
@@ -255,7 +255,7 @@ class SamplerService:
         return replace(row, entry=None, state=self.renew(row.state), event=logged)
 
     def renew(self, known: RequestState) -> RequestState:
-        """The state as the log has it, in place of one that went another way."""
+        """Put the state that the log gives in the place of one that has diverged from it."""
         state = self.replay.again(known)
         for key, each in list(self.states.items()):
             if each is known:
@@ -291,8 +291,8 @@ def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str, cl
         return
     now = clock.wall()
     ended_at = now if outcome != "silence" else now - (clock.monotonic() - state.touched_at)
-    said: Attributes = {
+    attributes: Attributes = {
         "penstock.request_id": state.intro.request_id, "penstock.compute_id": compute_id, "penstock.num_tokens": state.position - state.num_replayed_tokens,
         "penstock.num_replayed_tokens": state.num_replayed_tokens, "penstock.outcome": outcome,
     }  # fmt: skip
-    tracer.record("sample", state.intro.traceparent, state.begun_at, ended_at, said)
+    tracer.record("sample", state.intro.traceparent, state.begun_at, ended_at, attributes)

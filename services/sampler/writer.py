@@ -32,7 +32,7 @@ class StepWriter:
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> Refused:
         """Append the rows' entries to their logs, and `tell` of them. Returns the entries that the
-        logs refused; if there are any, nobody was told."""
+        logs refused; if there are any, no event or decision was sent."""
         new = [row for row in decided if row.entry is not None]
         refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
         return {new[index - 1].key: payload for index, payload in refused}

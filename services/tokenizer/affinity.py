@@ -30,7 +30,7 @@ SLACK, FACTOR = 4, 1.5
 @dataclass(frozen=True, slots=True)
 class ChosenReplica:
     compute_id: str
-    wait_s: float  # what the prefix saves: after so long anybody else is as good
+    wait_s: float  # the time that the prefix saves: after it any other replica is as good
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Affinity:
         self.model = model
 
     def choose(self, prompts: Sequence[TokenizedRequest]) -> list[ChosenReplica | None]:
-        """The replica of each prompt. None: whoever comes first. One round trip, if there are several
+        """The replica of each prompt. None: any replica may take it. One round trip, if there are several
         replicas."""
         replicas = [each for each in self.stage.registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs]
         if len(replicas) < 2 or not prompts:
@@ -74,23 +74,23 @@ class Affinity:
         pending, *replies = self.stage.transport.run(ask)
         # sequences by replica, with those that are being given away here
         num_held = Counter({each["name"].decode(): int(each["pending"]) for each in pending["consumers"]})
-        found: dict[int, list[tuple[Replica, int]]] = {}
+        cached: dict[int, list[tuple[Replica, int]]] = {}
         for question, reply in zip(questions, replies, strict=True):
             longest: dict[int, int] = {}
             for (segment, count), is_there in zip(question.ends, reply, strict=True):
                 longest[segment] = max(longest.get(segment, 0), count if is_there else 0)
-            found.setdefault(question.prompt, []).append((question.replica, sum(longest.values())))
-        return [best_of(found.get(number, []), num_held) for number in range(len(prompts))]
+            cached.setdefault(question.prompt, []).append((question.replica, sum(longest.values())))
+        return [best_of(cached.get(number, []), num_held) for number in range(len(prompts))]
 
 
-def best_of(found: list[tuple[Replica, int]], num_held: Counter[str]) -> ChosenReplica | None:
+def best_of(cached: list[tuple[Replica, int]], num_held: Counter[str]) -> ChosenReplica | None:
     """The replica that saves most, of those with a free place and not much more to do than others.
     found: all, with the tokens that each has of the prompt; num_held: the sequences of each, to
     which this one is added."""
-    limit = SLACK + FACTOR * min((num_held[replica.replica_id] for replica, _ in found), default=0)
+    limit = SLACK + FACTOR * min((num_held[replica.replica_id] for replica, _ in cached), default=0)
     saved = {
         replica.replica_id: num_tokens * (replica.load.step_cost_per_token_s or 0.0)
-        for replica, num_tokens in found
+        for replica, num_tokens in cached
         if num_held[replica.replica_id] < min(limit, replica.load.max_num_seqs or 0)
     }
     best = max(saved, key=lambda replica_id: (saved[replica_id], -num_held[replica_id]), default=None)

@@ -22,11 +22,11 @@ def tokenized(
 ) -> TokenizerAnswer:  # fmt: skip
     """opening: what the prompt has said of the answer already; token_strs, pieces: each token as the
     vocabulary has it, and its bytes."""
-    said = {
+    answer = {
         "count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": token_strs, "eos_token_ids": list(eos_token_ids),
         "opening": opening, "pieces": [piece_of(each) for each in pieces] if pieces is not None else None,
     }  # fmt: skip
-    return TokenizerAnswer(json.dumps(said))
+    return TokenizerAnswer(json.dumps(answer))
 
 
 def piece_of(raw: bytes) -> str | list[int]:
@@ -48,7 +48,7 @@ def rendered_prompt(prompt: str) -> TokenizerAnswer:
 
 def describe(tokenizer: Any, model: str, max_model_len: int, eos_token_ids: tuple[int, ...]) -> TokenizerAnswer:
     """tokenizer: of transformers; what its files say of it, but for paths."""
-    said = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PRIVATE}
+    described = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PRIVATE}
     templates = getattr(tokenizer, "chat_template", None)
     named = templates if isinstance(templates, dict) else {"default": templates}
     own = {
@@ -56,4 +56,4 @@ def describe(tokenizer: Any, model: str, max_model_len: int, eos_token_ids: tupl
         "eos_token_ids": list(eos_token_ids), "chat_template": named.get("default"),
         **({"chat_template_tool_use": named["tool_use"]} if "tool_use" in named else {}),
     }  # fmt: skip
-    return TokenizerAnswer(json.dumps(said | own, default=str))
+    return TokenizerAnswer(json.dumps(described | own, default=str))

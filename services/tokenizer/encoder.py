@@ -118,8 +118,9 @@ class Encoder:
 
     def _with_own_marks(self, chat: TemplateInput, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
         """The rendered text of a conversation with marks. If they have changed what the template
-        does, it looks for special tokens in contents: it may in what the assistant said and
-        thought, of which the model made them; what others spell stays text, and so do calls."""
+        does, it looks for special tokens in contents: it may in the assistant's
+        answers and thoughts, where the model wrote them; in other messages and in calls they stay
+        text."""
         unmarked = self.special_tokens.unmark(chat)
         assistants = tuple(
             structs.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
@@ -193,8 +194,8 @@ class Encoder:
         """Both texts as the tokenizer joins them. Of a pair that is too long the longer one is cut,
         if the request wants that."""
         request = prepared.request
-        most = request.encoding.truncate_prompt_tokens
-        cut = {"truncation": "longest_first", "max_length": most if most > 0 else max_model_len} if most is not None else {}
+        max_tokens = request.encoding.truncate_prompt_tokens
+        cut = {"truncation": "longest_first", "max_length": max_tokens if max_tokens > 0 else max_model_len} if max_tokens is not None else {}
         try:
             encoded = self.tokenizer(prepared.text, request.pair, add_special_tokens=adds_special_tokens, verbose=False, **cut)["input_ids"]
             prepared.token_ids = np.asarray(encoded, np.int32)
@@ -326,16 +327,16 @@ class Encoder:
 
     def _truncated(self, request: GenerateRequest, token_ids: Array, max_model_len: int) -> Array:
         """The last tokens of the prompt, or the first, as many as the request wants of it."""
-        most = request.encoding.truncate_prompt_tokens
-        if most is None:
+        max_tokens = request.encoding.truncate_prompt_tokens
+        if max_tokens is None:
             return token_ids
-        if most < 0:
+        if max_tokens < 0:
             wanted = 1 if request.params.max_tokens is None else request.params.max_tokens
-            most = max(1, max_model_len - (wanted if wanted < max_model_len else 1))
-        if not request.encoding.keeps_beginning or most >= len(token_ids):
-            return token_ids[-most:]
+            max_tokens = max(1, max_model_len - (wanted if wanted < max_model_len else 1))
+        if not request.encoding.keeps_beginning or max_tokens >= len(token_ids):
+            return token_ids[-max_tokens:]
         ending = self.ending if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist() else self.ending[:0]
-        return np.concatenate((token_ids[: max(0, most - len(ending))], ending[:most]))
+        return np.concatenate((token_ids[: max(0, max_tokens - len(ending))], ending[:max_tokens]))
 
     @cached_property
     def token_table(self) -> TokenTable:
@@ -389,8 +390,8 @@ class Encoder:
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         length = length_of(segments) if segments else n
         num_left = max_model_len - length
-        if (least := 0 if params.max_tokens == 0 else 1) > num_left:
-            raise context_exceeded(PARAM if segments and segments[-1].num_tokens + least <= max_model_len else field, max_model_len, length, least)
+        if (min_room := 0 if params.max_tokens == 0 else 1) > num_left:
+            raise context_exceeded(PARAM if segments and segments[-1].num_tokens + min_room <= max_model_len else field, max_model_len, length, min_room)
         if params.min_tokens > (max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens
@@ -412,10 +413,10 @@ class BreakerTable:
 
     def pack(self, breakers: tuple[str, ...]) -> Int32Array:
         """Raises Invalid for breakers that too many tokens hold."""
-        found = dict.fromkeys(tokens for breaker in breakers for tokens in self._find(breaker))
-        packed = pack_breakers(found)
+        token_lists = dict.fromkeys(tokens for breaker in breakers for tokens in self._find(breaker))
+        packed = pack_breakers(token_lists)
         if len(packed) > MAX_PACKED:
-            raise Invalid(f"dry_sequence_breakers are in {len(found)} tokens of this vocabulary, which are too many", param="dry_sequence_breakers")
+            raise Invalid(f"dry_sequence_breakers are in {len(token_lists)} tokens of this vocabulary, which are too many", param="dry_sequence_breakers")
         return packed
 
     @cached_property
@@ -425,13 +426,13 @@ class BreakerTable:
 
     def _search(self, breaker: str) -> tuple[tuple[int, ...], ...]:
         tails = [self._tail(breaker[length:]) for length in range(1, len(breaker))]
-        found: list[tuple[int, ...]] = []
+        token_lists: list[tuple[int, ...]] = []
         for token_id, word in enumerate(self._words):
             if breaker in word:
-                found.append((token_id,))
+                token_lists.append((token_id,))
             else:
-                found += [(token_id, *tails[length - 1]) for length in range(1, len(breaker)) if word.endswith(breaker[:length])]
-        return tuple(found)
+                token_lists += [(token_id, *tails[length - 1]) for length in range(1, len(breaker)) if word.endswith(breaker[:length])]
+        return tuple(token_lists)
 
     def _tail(self, rest: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(rest, add_special_tokens=False).ids[:MAX_TAIL])

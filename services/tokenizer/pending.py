@@ -24,7 +24,7 @@ PARAM = "messages"
 
 @dataclass(slots=True)
 class PendingPrompt:
-    """A request with its text, then with its token ids, or with the reason why it has none."""
+    """A request with its text, later its token ids, or the reason why it has none."""
 
     request: GenerateRequest
     text: str | None = None  # to be encoded; None: the request brought token ids
@@ -32,7 +32,7 @@ class PendingPrompt:
     segments: tuple[Segment, ...] = ()  # of the tokens, if the prompt has modules
     images: tuple[PromptImage, ...] = ()  # in the prompt, in their order
     error: Invalid | None = None  # it ends with this
-    is_slow: bool = False  # its chat template takes long: it is to be rendered beside the loop
+    is_slow: bool = False  # its chat template takes long: render it outside the loop
 
     @classmethod
     def of(cls, request: GenerateRequest) -> "PendingPrompt":
@@ -51,7 +51,7 @@ class PendingPrompt:
 
 @contextmanager
 def alone(prepared: PendingPrompt) -> Iterator[None]:
-    """Make of whatever is raised inside the error of this request, and of no other of its batch."""
+    """Make any exception that is raised inside the error of this request, not of its batch."""
     try:
         yield
     except Invalid as error:

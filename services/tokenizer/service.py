@@ -83,8 +83,8 @@ class TokenizerService:
             self.reader.forget_consumers(self.stage.registry.ids("tokenizer"))
 
     def handle(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
-        """Encode and hand on. Those whose templates take long come back by finish_slow: nobody else
-        waits for them."""
+        """Encode and hand on. Those whose templates take long come back by finish_slow: no other
+        request waits for them."""
         fresh = [delivery for delivery in deliveries if delivery.entry_id not in self.templates.entry_ids]
         slow = [delivery for delivery in fresh if brings_template(delivery.message)]
         ordinary = [delivery for delivery in fresh if not brings_template(delivery.message)]
@@ -157,12 +157,12 @@ class TokenizerService:
         """`tokenize`: the whole batch's time, for a request waits for all of its batch."""
         if self.stage.tracer is None or not request.traceparent:
             return
-        said: dict[str, str | int] = {"penstock.request_id": request.request_id, "penstock.batch_size": batch_size}
+        attributes: dict[str, str | int] = {"penstock.request_id": request.request_id, "penstock.batch_size": batch_size}
         if isinstance(result, TokenizedRequest):
-            said["penstock.num_prompt_tokens"] = len(result.prompt_token_ids)
+            attributes["penstock.num_prompt_tokens"] = len(result.prompt_token_ids)
         elif isinstance(result, Invalid):
-            said["error.type"] = result.code or str(result.status)
-        self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, said)
+            attributes["error.type"] = result.code or str(result.status)
+        self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, attributes)
 
     def longest_sequence(self) -> int:
         """The length that the model was made for, or less where a live compute replica has less, or
@@ -175,5 +175,5 @@ class TokenizerService:
         """The last compute replica, as gateways remember it; nothing, where no request may wait for
         one."""
         key = served_key("compute", self.encoder.model)
-        said: Any = self.stage.transport.persist(lambda: self.stage.transport.client.get(key))
-        return decode_replicas([(key, said)])
+        announcement: Any = self.stage.transport.persist(lambda: self.stage.transport.client.get(key))
+        return decode_replicas([(key, announcement)])

@@ -1,5 +1,5 @@
 """Conversations that bring a chat template of their own, and those with which the model's template
-is slow: rendered beside the loop, by other workers.
+is slow: rendered by threads outside the loop.
 
 Only the tenant who sent such a conversation waits for it: tenants take turns, and none has all the
 workers. A conversation that waits too long, or is one too many, gets an error that says so.
@@ -34,7 +34,7 @@ class Running:
 
 
 class SlowTemplates:
-    """Conversations that are rendered beside the loop. The methods belong to the loop."""
+    """Conversations that are rendered outside the loop. Only the loop calls the methods."""
 
     def __init__(self, tokenizer: Any, render: Render, clock: Callable[[], float]) -> None:
         """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its
@@ -68,24 +68,24 @@ class SlowTemplates:
 
     def done(self) -> list[tuple[Delivery, PendingPrompt]]:
         """Requests that were rendered since the last call, or that waited too long."""
-        found: list[tuple[Delivery, PendingPrompt]] = []
+        ready: list[tuple[Delivery, PendingPrompt]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)
             self._free.append(each.template)
             prepared = each.rendering.result()
             assert not prepared.is_slow, "only a quick template says so"
-            found.append((each.delivery, prepared))
+            ready.append((each.delivery, prepared))
         self._begin()
         late = self._clock() - WAIT_S
         for tenant, questions in list(self._waiting.items()):
             while questions and questions[0][1] < late:
                 delivery, _ = questions.popleft()
                 error = _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)
-                found.append((delivery, PendingPrompt(delivery.message, error=error)))
+                ready.append((delivery, PendingPrompt(delivery.message, error=error)))
             if not questions:
                 del self._waiting[tenant]
         self._list_entries()
-        return found
+        return ready
 
     def _begin(self) -> None:
         """Free workers to the tenants whose turn it is."""

@@ -1,4 +1,4 @@
-"""Special tokens that somebody spells in a message are text: `<|im_end|>` in a user's words ends no
+"""Special tokens that are spelt in a message are text: `<|im_end|>` in a user's words ends no
 turn.
 
 What the template writes must still be control tokens, and both come in one rendered text. So while
@@ -54,19 +54,19 @@ class SpecialTokens:
         characters itself."""
         if any(MARK in text or ALIAS in text for text in texts_of(value)):
             raise Invalid("a text that spells special tokens can't hold U+FDD0 or U+FDD1, which are no characters")
-        found: T = _changed(value, self._marked)
-        return found
+        marked: T = _changed(value, self._marked)
+        return marked
 
     def unmark(self, value: T) -> T:
         """Copy a marked value without its marks."""
-        found: T = _changed(value, lambda text: text.replace(MARK, ""))
-        return found
+        unmarked: T = _changed(value, lambda text: text.replace(MARK, ""))
+        return unmarked
 
     def encode(self, text: MarkedText, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a marked text. Raises Invalid where the tokenizer can't tell a spelling from
         the token."""
         assert self._known is not None
-        aliased = self._known.sub(lambda found: ALIAS + found[0] if found[0] in self._special else found[0], text).replace(MARK, "")
+        aliased = self._known.sub(lambda match: ALIAS + match[0] if match[0] in self._special else match[0], text).replace(MARK, "")
         twin, original_ids, reserved = self._twin
         encoding = twin.encode(aliased, add_special_tokens=False)
         if any(token_id in reserved and aliased[begin:end] in self._special for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)):
@@ -94,11 +94,11 @@ class SpecialTokens:
 
     def _marked(self, text: str) -> str:
         assert self._spelled is not None
-        parts, begin, found = [], 0, self._spelled.search(text)
-        while found is not None:
-            parts += [text[begin : found.start() + 1], MARK]
-            begin = found.start() + 1
-            found = self._spelled.search(text, begin)
+        parts, begin, match = [], 0, self._spelled.search(text)
+        while match is not None:
+            parts += [text[begin : match.start() + 1], MARK]
+            begin = match.start() + 1
+            match = self._spelled.search(text, begin)
         return "".join([*parts, text[begin:]])
 
 
@@ -126,10 +126,10 @@ def _opened(name: str, value: Any) -> Any:
     if name not in JSON_TEXTS or not isinstance(value, str):
         return value
     try:
-        found = read_json(value)
+        opened = read_json(value)
     except ValueError:
         return value
-    return found if isinstance(found, dict) or (isinstance(found, list) and name != "arguments") else value
+    return opened if isinstance(opened, dict) or (isinstance(opened, list) and name != "arguments") else value
 
 
 def _changed(value: Any, change: Any) -> Any:

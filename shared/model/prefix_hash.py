@@ -1,5 +1,5 @@
 """The names of the KV cache's blocks: a hash of a block's tokens, chained to its parent's, from a
-root. Compute finds blocks by them, and a tokenizer who has a prompt's."""
+root. Compute finds blocks by them, and a tokenizer the replica that has a prompt's."""
 
 import hashlib
 from array import array
@@ -12,7 +12,7 @@ HINT_BYTES = 8  # of a hash, in the sets by which tokenizers choose a replica
 @lru_cache(maxsize=1024)
 def prefix_root(fingerprint: str, *, salt: str = "") -> bytes:
     """The hash that stands before a sequence's first block: of all that decides the bytes of its
-    keys and values beside its tokens, and of who may share them.
+    keys and values apart from its tokens, and of who may share them.
 
     fingerprint: of the model and its arithmetic (Fingerprint.kv); salt: the client's. Each comes
     with its length, so that no two of them can be read as another two.

@@ -76,7 +76,7 @@ class DryParams(WireStruct, frozen=True):
 
 
 class ChainParams(WireStruct, frozen=True):
-    """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in
+    """llama.cpp's samplers other than top-k, top-p and min-p. A request with any of them is sampled in
     llama.cpp's order, in which temperature comes last (services/compute/candidates/chain.py)."""
 
     top_n_sigma: float = 0.0  # 0: off
@@ -127,7 +127,7 @@ class SamplingParams(WireStruct, frozen=True):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    # None: off; 0: of the chosen token only; n: the n likeliest beside it
+    # None: off; 0: of the chosen token only; n: and of the n likeliest
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's tokens after the first
     allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all

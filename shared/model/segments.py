@@ -5,7 +5,7 @@ from the segment before. So its keys and values depend on what it sees and where
 nothing else of the prompt: they are found again in any prompt that has it.
 
 In a KV cache each segment begins a block. The positions that its last block has left are holes,
-which nobody sees. The answer goes on behind the last segment, which sees all.
+which no token sees. The answer follows the last segment, which sees all.
 """
 
 from bisect import bisect_right

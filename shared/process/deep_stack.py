@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """An executor with so many threads, all of which run already."""
+    """An executor with so many threads, all started."""
     pool, begun = ThreadPoolExecutor(count, name), threading.Barrier(count + 1)
     usual = threading.stack_size(STACK_BYTES)  # of threads that begin from now on
     try:

@@ -67,9 +67,9 @@ def total_host_memory() -> int:
 def free_host_memory() -> int:
     """Bytes."""
     available = int(psutil.virtual_memory().available)
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
-    if most != resource.RLIM_INFINITY:
-        available = min(available, max(0, most - psutil.Process().memory_info().vms))
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
+    if limit_bytes != resource.RLIM_INFINITY:
+        available = min(available, max(0, limit_bytes - psutil.Process().memory_info().vms))
     try:
         limit, used, details = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
     except OSError:  # no cgroups here, or an older kind

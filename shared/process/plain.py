@@ -36,21 +36,21 @@ def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
         nonlocal depth
         if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack's own, with a large frame
             raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
-        found = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
+        value = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
         depth -= 1
         if code == TUPLE:
-            return tuple(found)
+            return tuple(value)
         if code == ARRAY:
             import numpy as np
 
-            kind, shape, content = found
+            kind, shape, content = value
             return np.frombuffer(content, np.dtype(kind)).reshape(shape)
-        name, state = found
+        name, state = value
         return _object(by_name[name], state)
 
     try:
         return msgpack.unpackb(data, ext_hook=read, strict_map_key=False)
-    except Exception as error:  # whatever the bytes lead to: they come from a process that may be anybody's
+    except Exception as error:  # any kind: the bytes come from a process that may be taken over
         raise Unreadable(f"{type(error).__name__}: {error}") from None
 
 
@@ -84,11 +84,11 @@ def _state(value: Any) -> Any:
 def _object(kind: Any, state: Any) -> Any:
     if not issubclass(kind, BaseModel):
         return kind(*state)
-    found, names, private = state
-    if not found.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
+    values, names, private = state
+    if not values.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
         raise ValueError(f"fields that a {kind.__name__} has not")
     made = kind.__new__(kind)
-    whole = {"__dict__": found, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
+    whole = {"__dict__": values, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
     for name, each in whole.items():
         object.__setattr__(made, name, each)
     return made

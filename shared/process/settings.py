@@ -131,7 +131,7 @@ class GatewaySettings(RequestSettings):
     def check_chaos(self) -> "GatewaySettings":
         if self.chaos_demo and not is_loopback(self.host):
             where = self.host or "every interface"
-            raise ValueError(f"--chaos-demo lets whoever reaches this gateway kill processes: it takes a loopback --host, not {where}")
+            raise ValueError(f"--chaos-demo lets every client of this gateway kill processes: it takes a loopback --host, not {where}")
         return self
 
     @field_validator("allow_origin", mode="before")

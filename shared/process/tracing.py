@@ -3,7 +3,7 @@ standard variables name an endpoint.
 
 Without one nothing of OpenTelemetry is imported, and a stage's `tracer` is None. A request carries
 the trace that it belongs to through every stage, as a W3C `traceparent`: its messages outlive their
-replicas, so whoever takes a dead one's work over goes on in the same trace. Spans are recorded when
+replicas, so a replica that takes over a dead one's work continues the same trace. Spans are recorded when
 they have ended, from times that the stages keep anyway; what a killed replica had not sent is lost
 with it.
 """
@@ -43,7 +43,7 @@ def first_of(names: tuple[str, ...]) -> str:
 
 
 def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
-    """The tracer that sends the replica's spans; None where nobody wants them. Raises
+    """The tracer that sends the replica's spans; None if no endpoint is set. Raises
     StartupError."""
     endpoint = first_of(ENDPOINTS)
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
@@ -102,7 +102,7 @@ class Tracer:
         hear_complaints()
         own = {"service.namespace": "penstock", "service.instance.id": replica_id, "service.version": version("penstock")}
         resource = Resource.create(own)
-        # nobody has named it by OpenTelemetry's variables
+        # OpenTelemetry's variables name no service
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": f"penstock-{stage}"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -142,7 +142,7 @@ class Tracer:
 
     def record_root(self, name: str, traceparent: str, started_at: float, ended_at: float, attributes: Attributes, *, link: str) -> None:
         """The root of `trace_of`, which has ended; link: the traceparent of what it was done for.
-        Whoever records it records the same span."""
+        Each recorder makes the same span."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import Link, SpanKind
 

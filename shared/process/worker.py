@@ -60,11 +60,11 @@ def outcome_of(reply: bytes, kind: int, classes: Iterable[type] = ()) -> object:
         raise TimeoutError
     if kind == Outcome.DIED:
         raise EOFError("the child died")
-    found = unpack(reply, classes)
+    value = unpack(reply, classes)
     if kind == Outcome.ANSWER:
-        return found
+        return value
     try:
-        message, param, code, status = found
+        message, param, code, status = value
         return Invalid(message, param=param, code=code, status=status)
     except (TypeError, ValueError) as error:
         raise Unreadable(str(error)) from None
@@ -74,7 +74,7 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
     """Answer until the input ends. What `answer` raises as Invalid is an answer, too. memory: bytes
     that it may take."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the owner has gone: it needs no answer, and no traceback
     sink = os.dup(1)
     os.dup2(2, 1)  # whatever prints does not print into the answers
     gc.collect()
@@ -91,10 +91,10 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
 
 def read(count: int) -> bytes:
     """So much of the input; empty at its end. Nothing is read ahead: `ask_child` waits for more."""
-    found = bytearray()
-    while len(found) < count and (piece := os.read(0, count - len(found))):
-        found += piece
-    return bytes(found) if len(found) == count else b""
+    data = bytearray()
+    while len(data) < count and (piece := os.read(0, count - len(data))):
+        data += piece
+    return bytes(data) if len(data) == count else b""
 
 
 def write(sink: int, reply: bytes) -> None:
@@ -172,5 +172,5 @@ def limit(memory: int, limit_s: float) -> None:
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             bounds[resource.RLIMIT_AS] = int(file.read().split()[0]) * resource.getpagesize() + memory
-    for each, most in bounds.items():
-        resource.setrlimit(each, (most, most))
+    for each, value in bounds.items():
+        resource.setrlimit(each, (value, value))

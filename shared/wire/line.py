@@ -21,10 +21,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 Pipeline = Any
 
-# an operator's to mend, no mistake of ours
+# errors that an operator has to mend
 DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)
-# for a reply, beside what a read may block: beyond, the connection is dead and nobody said so, or
-# Redis stands still
+# for a reply, in addition to the time that a read may block: after it the connection is dead, though
+# not closed, or Redis hangs
 REPLY_TIMEOUT_S = 5.0
 BLOCKING = ("XREAD", "XREADGROUP")
 
@@ -46,7 +46,7 @@ class RedisConnection:
         return len(self._awaited)
 
     def send(self, fill: Callable[[Pipeline], None]) -> None:
-        """The commands that `fill` queues, in one write."""
+        """Send the commands that `fill` queues, in one write."""
         pipe = self._client.pipeline(transaction=False)
         fill(pipe)
         commands = pipe.command_stack
@@ -110,14 +110,15 @@ class RedisConnection:
         return int(self._connection._sock.fileno())
 
     def close(self) -> None:
-        """Hang up; the next `send` connects again."""
+        """Close the connection; the next `send` opens it again."""
         self._connection.disconnect()
         self._awaited.clear()
         self._scripts.clear()
 
 
 def wait_for_any(lines: Sequence[RedisConnection], wait_s: float) -> None:
-    """Until one of the lines that await a reply has one, or for wait_s. Raises what has_reply does."""
+    """Wait until one of the connections that await a reply has one, at most wait_s. Raises what
+    has_reply does."""
     awaiting = [line for line in lines if line.num_awaited]
     if not awaiting or any(line.has_reply() for line in awaiting):
         return
@@ -129,13 +130,13 @@ def wait_for_any(lines: Sequence[RedisConnection], wait_s: float) -> None:
 
 def reason_of(error: BaseException) -> str:
     """Redis's reason, without the command that redis-py puts before it: its arguments may be a
-    message, with what somebody asked."""
+    message, with a client's prompt."""
     _, mark, reason = str(error).rpartition(" of pipeline caused error: ")
     return reason.strip("(),'\"") if mark else reason
 
 
 def refusal_of(error: BaseException) -> str:
-    """The line for one of DENIED, with what to do about it."""
+    """The line for one of DENIED, and a way to mend it."""
     wants_password = "already authenticated" in str(error) or "NOAUTH" in str(error)
     hint = ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's redis-password" if wants_password else ""
     return f"Redis refuses: {reason_of(error)}{hint}"

@@ -101,8 +101,8 @@ class Load:
             raise Invalid("replica.load: expected a map")
         figures: dict[str, Any] = {name: _number(value, name) for name in SCALARS if name in value}
         step_s = {part: _number(value, name) for part in STEP_PARTS if (name := f"step_{part}_s") in value}
-        buckets = {found[1]: _number(value, name) for name in value if isinstance(name, str) and (found := _BUCKET.fullmatch(name))}
-        places = {found[1]: _number(value, name) for name in value if isinstance(name, str) and (found := _PLACE.fullmatch(name))}
+        buckets = {match[1]: _number(value, name) for name in value if isinstance(name, str) and (match := _BUCKET.fullmatch(name))}
+        places = {match[1]: _number(value, name) for name in value if isinstance(name, str) and (match := _PLACE.fullmatch(name))}
         return cls(**figures, step_s=step_s, steps_by_tokens=buckets, accepted_by_place=places)
 
 

@@ -160,7 +160,7 @@ class GenerateRequest(WireStruct, frozen=True):
 class EncodeImage(WireStruct, frozen=True):
     """Asks an encoder for the embeddings of an image."""
 
-    response_id: str  # of which the image's file is
+    response_id: str  # the response whose image it is
     image: Image
 
 

@@ -1,5 +1,5 @@
-"""Views: what a replica shows to those who watch the pipeline. Made only while somebody does, from
-the heartbeat's thread, and true to within a step."""
+"""Views: the state that a replica shows while the pipeline is watched. The heartbeat's thread makes
+them, so they are exact to within a step."""
 
 from shared.model.wire_struct import WireStruct
 
