@@ -1,11 +1,11 @@
-"""Answers that the tokenizer gives by itself: texts to tokens and back, and what the tokenizer is.
-JSON, in the words of vLLM's API."""
+"""The tokenizer's own answers: texts to tokens and back, and a description of the tokenizer. JSON, with
+the names of vLLM's API."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-# of this machine, or not JSON
+# specific to this machine, or not JSON
 PRIVATE = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "tokenizer_object", "backend")
 
 
@@ -20,7 +20,7 @@ def tokenized(
     token_ids: list[int], max_model_len: int, eos_token_ids: tuple[int, ...], opening: str, *,
     token_strs: list[str] | None, pieces: list[bytes] | None,
 ) -> TokenizerAnswer:  # fmt: skip
-    """opening: what the prompt has said of the answer already; token_strs, pieces: each token as the
+    """opening: the beginning of the answer that the prompt has; token_strs, pieces: each token as the
     vocabulary has it, and its bytes."""
     answer = {
         "count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": token_strs, "eos_token_ids": list(eos_token_ids),
@@ -30,7 +30,7 @@ def tokenized(
 
 
 def piece_of(raw: bytes) -> str | list[int]:
-    """A token's text; of a part of a character, its bytes."""
+    """A token's text, or its bytes if it is a part of a character."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -47,7 +47,7 @@ def rendered_prompt(prompt: str) -> TokenizerAnswer:
 
 
 def describe(tokenizer: Any, model: str, max_model_len: int, eos_token_ids: tuple[int, ...]) -> TokenizerAnswer:
-    """tokenizer: of transformers; what its files say of it, but for paths."""
+    """Describe a tokenizer of transformers by its files, without their paths."""
     described = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PRIVATE}
     templates = getattr(tokenizer, "chat_template", None)
     named = templates if isinstance(templates, dict) else {"default": templates}

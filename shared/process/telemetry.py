@@ -39,7 +39,7 @@ class EventLogger:
 
 
 class Values(dict[str, Any]):
-    """An event's fields, as the rest of a line for people. A value that there is none of is a
+    """An event's fields, as the rest of a line for people. None is a
     dash."""
 
     def __str__(self) -> str:

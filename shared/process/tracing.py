@@ -3,9 +3,9 @@ standard variables name an endpoint.
 
 Without one nothing of OpenTelemetry is imported, and a stage's `tracer` is None. A request carries
 the trace that it belongs to through every stage, as a W3C `traceparent`: its messages outlive their
-replicas, so a replica that takes over a dead one's work continues the same trace. Spans are recorded when
-they have ended, from times that the stages keep anyway; what a killed replica had not sent is lost
-with it.
+replicas, so a replica that takes over a dead one's work continues the same trace. Spans are recorded
+when they have ended, from times that the stages keep; a killed replica loses those that it has not
+sent.
 """
 
 import atexit
@@ -60,30 +60,30 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
 
 
 class Complaints(logging.Handler):
-    """Messages of OpenTelemetry's own loggers, as events of ours: each thing once a minute, where
-    it would say it of every span that it drops."""
+    """Messages of OpenTelemetry's own loggers, as events of ours: each kind once a minute. OpenTelemetry
+    logs one for every span that it drops."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said_at: dict[tuple[str, str], float] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         kind, now = (record.name, str(record.msg)), time.monotonic()
-        if kind in self._said_at and now < self._said_at[kind] + COMPLAIN_EVERY_S:
+        if kind in self._logged_at and now < self._logged_at[kind] + COMPLAIN_EVERY_S:
             return
-        if len(self._said_at) >= MAX_COMPLAINTS:
-            self._said_at.clear()
-        self._said_at[kind] = now
+        if len(self._logged_at) >= MAX_COMPLAINTS:
+            self._logged_at.clear()
+        self._logged_at[kind] = now
         log.warning("trouble with spans", said=record.getMessage()[:MAX_COMPLAINT], error=record.exc_info[1] if record.exc_info else None)
 
 
 def hear_complaints() -> None:
-    """Have OpenTelemetry complain to our log."""
+    """Send OpenTelemetry's warnings to our log."""
     logger = logging.getLogger("opentelemetry")
     if not logger.handlers:
         logger.addHandler(Complaints())
     logger.propagate = False
-    # of clients' headers: they are not ours, nor for the log
+    # warnings about clients' headers do not belong in our log
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 

@@ -1,10 +1,10 @@
-"""Every message that crosses a process, and the one way to bytes and back: `encode` and `decode`.
+"""Every message between processes, and its bytes: `encode` and `decode`.
 
-A message is a WireStruct, named for what has become true. On the wire it is a msgpack array
+A message is a WireStruct. On the wire it is a msgpack array
 `[tag, version, field, …]` in the order of its fields; arrays travel as raw little-endian bytes. A
 field is only ever appended, with a default: an older message then decodes with the default.
-`decode` checks every field's type and says which one was wrong. docs/understand/protocol.md says who sends
-what.
+`decode` checks the type of every field, and its errors name the field. docs/understand/protocol.md
+says which stage sends which message.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class ChatMessage(WireStruct, frozen=True):
     """One message of a conversation."""
 
     role: str
-    content: str  # of one with images, its texts
+    content: str  # if it has images, only its texts
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # in a tool's answer: the call
+    tool_call_id: str | None = None  # of a tool's answer: the call that it answers
     reasoning: str | None = None  # the assistant's thoughts before the content
     parts: tuple[ContentPart, ...] = ()  # instead of the content, where there are images
 
 
 class ChatOptions(WireStruct, frozen=True):
-    """Further inputs of a chat template. Empty: none."""
+    """Further inputs of a chat template; an empty text is not given to it."""
 
     tools: str = ""  # JSON, a list in OpenAI's form
     documents: str = ""  # JSON, a list of objects
@@ -72,10 +72,10 @@ class ChatOptions(WireStruct, frozen=True):
 
 
 class SchedulingParams(WireStruct, frozen=True):
-    """How a request is to be scheduled."""
+    """Scheduling of a request."""
 
     priority: int = 0  # smaller is sooner
-    deadline_at: float = 0.0  # wall clock, s: not begun by then, it fails; 0: none
+    deadline_at: float = 0.0  # wall clock, s: a request that has not begun by then fails; 0: no deadline
     group_id: str = ""  # requests of one group and one prompt are its choices, and share its KV
     cache_salt: str = ""  # only requests of one salt share cached prefixes
     tenant_id: str = ""  # the owner: tenants share compute's places
@@ -84,9 +84,9 @@ class SchedulingParams(WireStruct, frozen=True):
 class EmbeddingParams(WireStruct, frozen=True):
     """Parameters by which a prompt's hidden states become one vector."""
 
-    # of all tokens, the last, or the first; empty: what the model was made for
+    # the mean of all tokens, the last, or the first; empty: what the model was trained for
     pooling: Literal["", "mean", "last", "cls"] = ""
-    dimensions: int | None = None  # keep only the first so many numbers, of models made for it
+    dimensions: int | None = None  # keep only the first so many numbers, if the model was trained for that
     is_normalized: bool = True  # scale to length 1
 
     def __post_init__(self) -> None:
@@ -97,12 +97,13 @@ class EmbeddingParams(WireStruct, frozen=True):
 class EncodingParams(WireStruct, frozen=True):
     """How a prompt becomes tokens."""
 
-    # a BOS and the like; None: for a plain prompt, but not for a conversation, whose template
-    # brings its own
+    # a BOS and the like; None: yes for a plain prompt, no for a conversation, whose template writes
+    # its own
     add_special_tokens: bool | None = None
-    # special tokens that users spelt; None: for a plain prompt; in a conversation they are text
+    # special tokens that are spelt in the text; None: yes for a plain prompt; in a conversation they
+    # are text
     parse_special_tokens: bool | None = None
-    # keep the last so many tokens; -1: as many as leave room for max_tokens
+    # keep the last so many tokens; -1: as many as fit with max_tokens
     truncate_prompt_tokens: int | None = None
     # for the task "tokenize": return the tokens' texts in the vocabulary, too
     return_token_strs: bool = False
@@ -111,30 +112,29 @@ class EncodingParams(WireStruct, frozen=True):
 
 
 class ModulePart(WireStruct, frozen=True):
-    """A text of a prompt module, as its tokens, or an argument in it."""
+    """A part of a prompt module: the tokens of a text, or an argument."""
 
-    position: int  # of its first token, from where modules begin
-    token_ids: Int32Array  # of an argument none
-    parameter: str = ""  # of an argument: its name
-    argument: str = ""
+    position: int  # of its first token, counted from the first module's
+    token_ids: Int32Array  # empty for an argument
+    parameter: str = ""  # an argument's name
+    argument: str = ""  # its text
     max_tokens: int = 0  # of an argument
 
 
 class PromptModule(WireStruct, frozen=True):
-    """A module that a prompt is put together from."""
+    """A module of a prompt: a text with arguments, whose keys and values prompts share."""
 
     name: str
-    end: int  # the position behind it, from where modules begin
+    end: int  # the position after it, counted from the first module's
     parts: tuple[ModulePart, ...]
 
 
 class GenerateRequest(WireStruct, frozen=True):
-    """A client asked for one continuation, for one embedding, or for something else that takes a
-    tokenizer. Exactly one of messages, prompt and prompt_token_ids is set (of a task "describe",
-    none)."""
+    """A request for one continuation, one embedding, or an answer of the tokenizer. Exactly one of
+    messages, prompt and prompt_token_ids is set; none for the task "describe"."""
 
     request_id: str
-    gateway_id: str | None  # the gateway that gets the events; None: the log is enough
+    gateway_id: str | None  # the gateway that gets the events; None: only the log gets them
     model: str
     params: SamplingParams
     messages: tuple[ChatMessage, ...] | None = None
@@ -146,26 +146,26 @@ class GenerateRequest(WireStruct, frozen=True):
     constraint: Constraint | None = None  # the form that the answer must match
     chat: ChatOptions = ChatOptions()
     encoding: EncodingParams = EncodingParams()
-    # tasks other than generate end with the tokenizer's answer, JSON in the text of their one event
+    # all tasks but generate end with the tokenizer's answer: JSON, in the text of their one event
     task: Task = "generate"
-    embedding: EmbeddingParams | None = None  # set: make the prompt's embedding, and no token
+    embedding: EmbeddingParams | None = None  # if set, the answer is the prompt's embedding
     traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
     # for an embedding: a second text after the prompt; the model's tokenizer joins the two
     pair: str | None = None
-    prediction: str = ""  # the answer, as the client expects it
-    # stand at the beginning of the prompt, or of the first user's message
+    prediction: str = ""  # the answer that the client expects; empty: none
+    # at the beginning of the prompt, or of the first user message
     modules: tuple[PromptModule, ...] = ()
 
 
 class EncodeImage(WireStruct, frozen=True):
-    """Asks an encoder for the embeddings of an image."""
+    """A request to an encoder for the embeddings of an image."""
 
     response_id: str  # the response whose image it is
     image: Image
 
 
 class TokenizedRequest(WireStruct, frozen=True):
-    """The prompt is token ids that fit the model, and params.max_tokens is set."""
+    """A request with its prompt as token ids, checked against the model; params.max_tokens is set."""
 
     request_id: str
     gateway_id: str | None
@@ -176,7 +176,7 @@ class TokenizedRequest(WireStruct, frozen=True):
     echo_text: str | None = None
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
-    # where each prompt token begins in echo_text; empty: not asked for
+    # where each prompt token begins in echo_text; empty if not requested
     echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     constraint: Constraint | None = None
     # DRY's breakers as tokens, packed by shared/model/dry_breakers.py
@@ -184,11 +184,11 @@ class TokenizedRequest(WireStruct, frozen=True):
     embedding: EmbeddingParams | None = None
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
-    # the answer, as the client expects it; empty: it expects nothing
+    # the answer that the client expects; empty: none
     prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     segments: tuple[Segment, ...] = ()  # of the prompt; empty: each token sees all before it
-    images: tuple[PromptImage, ...] = ()  # in the prompt, in their order
-    image_token_id: int = 0  # the token that stands in their places
+    images: tuple[PromptImage, ...] = ()  # in the order of the prompt
+    image_token_id: int = 0  # the placeholder of their tokens
 
     def __post_init__(self) -> None:
         check_segments(self.segments, len(self.prompt_token_ids))
@@ -200,8 +200,7 @@ class TokenizedRequest(WireStruct, frozen=True):
 
 
 class SequenceIntro(WireStruct, frozen=True):
-    """The facts about a sequence that a sampler needs; sent with its first candidates to that
-    sampler."""
+    """The facts about a sequence that a sampler needs; they come with its first candidates."""
 
     handle: int  # the sequence's number at its compute replica
     request_id: str
@@ -212,9 +211,9 @@ class SequenceIntro(WireStruct, frozen=True):
     prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
     echo_text: str | None = None
     num_cached_tokens: int = 0
-    # output tokens that compute knows to be decided: a log with fewer has lost some
+    # output tokens that were decided, as compute knows: a log with fewer has lost some
     num_decided_tokens: int = 0
-    prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
+    prompt_logprobs: PromptLogprobs | None = None  # if requested, and not in the log yet
     prompt_token_ids: Int32Array | None = None  # the same
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
@@ -269,7 +268,7 @@ class StepDecisions(WireStruct, frozen=True):
     handles: Int32Array
     positions: Int32Array
     # -1: the sequence ended without a token; -2: the sampler does not know the sequence; -3: its log
-    # lacks what was decided before
+    # lacks earlier tokens
     token_ids: Int32Array
     is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
 
@@ -305,27 +304,27 @@ class TokenEvent(WireStruct, frozen=True):
     withheld: TokenLogprob | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
     prompt_token_ids: Int32Array | None = None  # the same
-    embedding: Float32Array | None = None  # of the prompt, with the request's one event
+    embedding: Float32Array | None = None  # of the prompt; in the request's one event
     draw: str | None = None  # with the first token, the name of the rule that drew it
-    # of the compute replica that made it, where it is another than the event's before
+    # of the compute replica that made it, if another made the event before
     fingerprint: str = ""
-    # with the last event, if the request had a prediction: how many of its tokens came, and how
-    # many did not
+    # with the last event, if the request had a prediction: how many of its tokens were accepted, and
+    # how many were rejected
     prediction_tokens: tuple[int, ...] = ()
 
 
 class Moments(WireStruct, frozen=True):
-    """When and where things happened to a request: s on the wall clock of the process that did
-    them, 0 if they did not happen. They go with a request's first and last event. No log has them:
+    """When and where the stages worked on a request: s on the wall clock of the process that did the
+    work, 0 if none did. They go with a request's first and last event. No log has them:
     a log has the same bytes whenever its tokens were decided."""
 
     request_id: str
     position: int  # the event's; up to 1 it is the first
     tokenized_at: float
-    scheduled_at: float  # its prompt began to be computed, by the compute replica that has it now
+    scheduled_at: float  # when the compute replica that has it now began its prompt
     decided_at: float  # the event's token
     compute_id: str
-    sampler_id: str = ""  # empty: no sampler had a part in it
+    sampler_id: str = ""  # empty if no sampler decided it
 
 
 class StepEvents(WireStruct, frozen=True):
@@ -336,18 +335,18 @@ class StepEvents(WireStruct, frozen=True):
 
 
 class Control(WireStruct, frozen=True):
-    """An order to every replica: cancel requests, send a response's events elsewhere, or look at
-    the registry again."""
+    """A command to every replica: cancel requests, send a response's events to another gateway, or
+    read the registry again."""
 
     action: Literal["cancel", "attach", "refresh"]
     request_ids: tuple[str, ...] = ()
     gateway_id: str | None = None
-    # of the response's reader: 0 for the gateway that submitted it, one more for each that resumes
+    # of the response's reader: 0 for the gateway that submitted it, one more with each resumption
     generation: int = 0
 
 
 class Offer(WireStruct, frozen=True):
-    """A prompt that was delivered to this compute replica by choice."""
+    """Tells a compute replica that a prompt in its group's stream was delivered to it."""
 
     entry_id: str  # in the stream of prompts
 
