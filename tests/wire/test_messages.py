@@ -214,3 +214,16 @@ def test_figures_of_a_load_that_only_a_newer_version_knows_are_passed_over() -> 
 def test_a_load_with_something_else_than_numbers_is_refused(wrong: Any) -> None:
     with pytest.raises(Invalid, match="replica.load: expected"):
         decode(Replica, with_load(wrong))
+
+
+def test_numbers_of_numpy_travel_as_python_s_own() -> None:
+    event = TokenEvent("r", 1, 5, "x", logprobs=(replace(LOGPROB, logprob=np.float64(-0.5)),))
+    assert encode(event) == encode(replace(event, logprobs=(LOGPROB,)))
+    with pytest.raises(TypeError, match="int64 has no form in a message"):
+        encode(replace(event, position=np.int64(1)))
+
+
+def test_a_field_nested_without_end_is_refused() -> None:
+    head, rest = with_load("LOAD").split(msgpack.packb("LOAD"))
+    with pytest.raises(Invalid, match="replica: not msgpack: .*recursion"):
+        decode(Replica, head + b"\x91" * 100_000 + b"\xc0" + rest)
