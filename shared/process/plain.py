@@ -1,8 +1,8 @@
-"""Values between a process and its helpers: what msgpack has, tuples, arrays of numpy, and objects of
+"""Values between a process and its helpers: those of msgpack, tuples, arrays of numpy, and objects of
 the classes that the reader names.
 
-Reading them runs no code but the constructors of these classes, so a helper that was taken over can
-send a wrong value, and nothing worse. Pickle would run whatever it is told to.
+Reading them runs only the constructors of these classes, so the worst that a compromised helper can
+send is a wrong value. Pickle would run any code.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,8 @@ class Unreadable(Exception):
 
 
 def pack(value: object) -> bytes:
-    """Raises ValueError for a value that is nested too deeply, TypeError for one that has no form."""
+    """The value as bytes. Raises ValueError for a value that is nested too deeply, TypeError for one
+    that has no form."""
     packed: bytes = msgpack.packb(value, default=_packed, strict_types=True)
     return packed
 
@@ -34,7 +35,7 @@ def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
 
     def read(code: int, inner: bytes) -> Any:
         nonlocal depth
-        if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack's own, with a large frame
+        if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack, with a large frame
             raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
         value = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
         depth -= 1
@@ -69,7 +70,7 @@ def _packed(value: Any) -> msgpack.ExtType:
 
 
 def _state(value: Any) -> Any:
-    """Return what makes the object again: a model's fields, else the arguments of its class."""
+    """Return the fields of a pydantic model, or the arguments with which its class makes the object."""
     if isinstance(value, BaseModel):
         return [value.__dict__, list(value.model_fields_set), value.__pydantic_private__]
     if isinstance(value, Struct):
@@ -86,7 +87,7 @@ def _object(kind: Any, state: Any) -> Any:
         return kind(*state)
     values, names, private = state
     if not values.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
-        raise ValueError(f"fields that a {kind.__name__} has not")
+        raise ValueError(f"fields that a {kind.__name__} does not have")
     made = kind.__new__(kind)
     whole = {"__dict__": values, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
     for name, each in whole.items():
