@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from bench.quality import choose_model, docstrings
@@ -225,7 +226,7 @@ def encode(tokenizer: Tokenizer, kind: Kind) -> list[int]:
 def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options: argparse.Namespace) -> dict[str, object]:
     """One cell of the table."""
     prompt = encode(tokenizer, kind)
-    asked = [(prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
+    asked = [(prompt, structs.replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
     ratios, tally, rates = [], Tally(), []
     if loop.chains is not None:
         loop.chains.kind = kind.name
@@ -262,7 +263,7 @@ def mixed(tokenizer: Tokenizer, count: int, longest: int) -> Iterator[tuple[list
                 {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
             ]
         )  # fmt: skip
-        yield encode(tokenizer, kind), replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint  # type: ignore[arg-type]
+        yield encode(tokenizer, kind), structs.replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint
 
 
 def invariance(loop: Loop, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, object]:

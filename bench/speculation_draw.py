@@ -11,10 +11,10 @@ drawn at all. Ceiling: 1 minus the distance in total variation, which no rule ca
 
 import argparse
 import json
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from bench.quality import MODES, WINDOW, choose_model, docstrings, read

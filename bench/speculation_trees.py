@@ -11,10 +11,10 @@ average. That favours the tree, since a server would have to choose it beforehan
 import argparse
 import heapq
 import json
-from dataclasses import replace
 from itertools import count
 
 import torch
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from bench.quality import choose_model

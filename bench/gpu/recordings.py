@@ -3,10 +3,11 @@ bits of steps that are launched kernel by kernel."""
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from bench.gpu.models import LoadedModel
 from services.compute.backends.cuda.backend import CudaBackend

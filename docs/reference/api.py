@@ -1,10 +1,10 @@
 """The page of the API's fields: each body that a client may send, as the gateway's schemas have it."""
 
-from dataclasses import MISSING
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from fastapi import FastAPI
+from msgspec import NODEFAULT
+from msgspec.structs import fields as struct_fields
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from docs.reference.settings import bounds
@@ -94,10 +94,10 @@ def spelled(value: Any) -> str:
 
 
 def sampling_defaults() -> dict[str, Any]:
-    found = {each.name: each.default for each in dataclass_fields(SamplingParams) if each.name != "seed"}
-    found |= {f"dry_{each.name}": each.default for each in dataclass_fields(DryParams)} | {"dry_multiplier": 0.0}
-    found |= {each.name: each.default for each in dataclass_fields(ChainParams)}
-    return {name: value for name, value in found.items() if value is not MISSING}
+    found = {each.name: each.default for each in struct_fields(SamplingParams) if each.name != "seed"}
+    found |= {f"dry_{each.name}": each.default for each in struct_fields(DryParams)} | {"dry_multiplier": 0.0}
+    found |= {each.name: each.default for each in struct_fields(ChainParams)}
+    return {name: value for name, value in found.items() if value is not NODEFAULT}
 
 
 def said_bounds(name: str, metadata: list[Any]) -> str:

@@ -1,12 +1,12 @@
 """The page of messages, streams and keys: shared/wire/messages.py and shared/wire/streams.py, as tables."""
 
 import ast
-import dataclasses
 import inspect
 import re
 from typing import Any
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
+from shared.model.wire_struct import WireStruct
 from shared.wire import messages, streams
 from shared.wire.messages import TAGS
 from shared.wire.streams import DirectStream, GroupStream
@@ -68,7 +68,7 @@ def comment_of(name: str) -> str:
 
 def message_types() -> list[type]:
     """The messages in the order of their definition, with the objects that stand in them."""
-    own = [each for each in vars(messages).values() if inspect.isclass(each) and dataclasses.is_dataclass(each)]
+    own = [each for each in vars(messages).values() if inspect.isclass(each) and issubclass(each, WireStruct) and each is not WireStruct]
     return sorted(own, key=lambda each: each not in TAGS)
 
 

@@ -13,9 +13,8 @@ from services.compute.images.reader import PixelProcess
 from services.compute.images.tower import VisionTower
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
-from shared.wire.images import EncodeImage
 from shared.wire.load import Load
-from shared.wire.messages import decode
+from shared.wire.messages import EncodeImage, decode
 from shared.wire.stage import Stage
 from shared.wire.streams import embeddings_key, wanted_images_key
 

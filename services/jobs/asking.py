@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from services.requests.bodies import parse
 from services.requests.bodies.ignored import collecting
 from services.requests.context import RequestContext
@@ -77,7 +79,7 @@ async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
     # raises for what the tenant's limits never allow
     context.caller.charge(tokens, outputs, len(asked.requests))
-    requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
+    requests = [structs.replace(each, scheduling=structs.replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
     size = sum(len(encode(each)) for each in requests)
     check_size(size, settings.max_held_size)
     has_room = size + len(asked.stored) <= settings.max_held_size

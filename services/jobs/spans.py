@@ -6,6 +6,8 @@ those of the answer, so whoever goes on after a death goes on in the same trace.
 import time
 from dataclasses import replace
 
+from msgspec import structs
+
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
 from services.requests.store.batches.store import Batch
@@ -42,7 +44,7 @@ class BatchSpans:
     def joined(self, asked: Asked, key: str) -> Asked:
         """A line that is about to enter the pipeline, with a trace. key: what its ids end with."""
         traceparent = self.tracer.trace_of(key)
-        requests = [replace(each, traceparent=traceparent) for each in asked.requests]
+        requests = [structs.replace(each, traceparent=traceparent) for each in asked.requests]
         return replace(asked, record=replace(asked.record, traceparent=traceparent), requests=requests, asked_at=time.time())
 
     def admitted(self, asked: Asked, started_at: float) -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from services.operator.keys import add_arguments as add_keys_arguments
-from shared.process.arguments import Parser, positive_number, seconds, whole_number
+from shared.process.arguments import CommandLineParser, positive_number, seconds, whole_number
 from shared.process.errors import StartupError
 from shared.process.settings import UpSettings, load_settings
 from shared.process.stage_settings import DEFAULT_DATA_DIR
@@ -92,7 +92,7 @@ OURS = ("services", "shared")  # packages that are always there
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
+    parser = CommandLineParser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -245,9 +245,9 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
             return show_status(redis_of(args.redis_url, args.data_dir), watch_s=args.watch, as_json=args.json)
         case "chat":
-            from services.operator.chat.chat import ChatOptions, chat
+            from services.operator.chat.chat import ChatFlags, chat
 
-            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
+            return chat(ChatFlags(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
         case "batch":
             from services.operator.batch import run_batch
 

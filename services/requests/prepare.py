@@ -3,8 +3,9 @@ embeddings."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.requests.bodies.content import Content
 from services.requests.bodies.fields import MAX_SEQUENCES
@@ -22,8 +23,7 @@ from services.requests.text.schemas.prepare import Prepared
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, GenerateRequest, SchedulingParams
-from shared.wire.prompt_modules import PromptModule
+from shared.wire.messages import ChatMessage, GenerateRequest, PromptModule, SchedulingParams
 from shared.wire.replica import Replica
 
 

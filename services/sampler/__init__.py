@@ -1,1 +1,1 @@
-"""The sampler owns what needs the request."""
+"""The sampler: draws tokens, makes their text, and writes the token logs."""

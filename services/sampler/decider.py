@@ -1,5 +1,4 @@
-"""StepDecider: what each row of a step comes to. It reads and writes nothing but the states that it
-is given.
+"""StepDecider: the outcome of each row of a step. It changes only the states that it is given.
 
 Deciding is idempotent. A row whose position is already in the log is answered from the log, whether
 this replica decided it, another one did, or compute came back from a crash and asks again. Compute
@@ -7,17 +6,17 @@ runs ahead: a row says which token it was computed on, and is passed over if the
 there.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.sampler.detokenizer import spell
 from services.sampler.request_state import NO_TEXT, RequestState
 from services.sampler.rows import LOST, UNKNOWN, Decided
 from shared.model.decision import Draws, decide, pad, pick
 from shared.model.token_table import TokenTable
+from shared.process.clock import Clock
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import StepCandidates, TokenEvent
@@ -32,8 +31,9 @@ Logged = Mapping[tuple[int, int], TokenEvent | str | None]
 class StepDecider:
     """Appends a step's tokens to the states of its requests."""
 
-    def __init__(self, tokens: TokenTable) -> None:
+    def __init__(self, tokens: TokenTable, clock: Clock) -> None:
         self.tokens = tokens
+        self.clock = clock
 
     def decide(self, step: StepCandidates, states: Sequence[RequestState | None], logged: Logged) -> list[Decided]:
         """Each row's next token: the draw for all rows at once, then text and stop strings row by
@@ -54,26 +54,26 @@ class StepDecider:
                 continue
             if previous[row] is not None and token_before.get(handle, previous[row]) != previous[row]:
                 astray.add(handle)
-            found = settled(state, handle, position, logged)
-            if found is None:
+            result = settled(state, handle, position, logged)
+            if result is None:
                 assert state is not None
                 if handle in astray or not is_next(state, position, previous[row]):
                     log.info("row skipped: it was computed on other tokens than the log's", request_id=state.intro.request_id, position=position)
                     astray.add(handle)
                     continue
-                found = self._append(step, row, state, token_ids[row], logits[row])
-            decided.append(found)
-            if found.is_over or found.outcome is None:
+                result = self._append(step, row, state, token_ids[row], logits[row])
+            decided.append(result)
+            if result.is_over or result.outcome is None:
                 over.add(handle)
             else:
-                token_before[handle] = found.outcome.token_id
+                token_before[handle] = result.outcome.token_id
         return decided
 
     def _append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:
-        """The state one token on. What goes wrong in a request's text is that request's error
+        """Append the token to the state. A failure to make a request's text is that request's error
         alone."""
         handle, position = int(step.handles[row]), int(step.positions[row])
-        state.touched_at = time.monotonic()
+        state.touched_at = self.clock.monotonic()
         try:
             prompt = spell(self.tokens, state.intro.prompt_logprobs) if position == 1 and state.intro.prompt_logprobs is not None else None
             if state.intro.params.max_tokens == 0:

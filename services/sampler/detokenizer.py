@@ -1,9 +1,9 @@
-"""Token ids to text as they come, never half a character."""
+"""Token ids to text, as they come, in whole characters."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -11,8 +11,8 @@ from shared.model.token_table import TokenTable
 from shared.process.errors import StartupError
 from shared.wire.logprobs import PromptLogprobs
 
-# tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one:
-# decode them as they are
+# tokens without text. A character has at most four bytes; more tokens never become one, and are
+# decoded as they are
 MAX_PENDING = 8
 
 

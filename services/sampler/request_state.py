@@ -1,21 +1,20 @@
-"""The sampler's state of a request: its text so far, its stop strings, its logprobs. All of it a
-function of the token log.
+"""The sampler's state of a request: its text so far, its stop strings, its logprobs. All of it
+follows from the token log.
 
 `append` is the one way forward, for a token just decided and for one replayed from the log alike,
-so a replica that takes a request over ends up in the very state of the one that lost it.
+so a replica that takes a request over has the same state as the replica that had it.
 """
 
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer
-from services.sampler.logprobs import LogprobHolder
-from services.sampler.stop import StopMatcher
 from shared.model.decision import DRAW
 from shared.model.prediction import PredictionFollower
+from shared.process.clock import Clock
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
@@ -29,6 +28,69 @@ OTHER_DRAW = "a version that draws tokens by another rule began this answer: sen
 NO_TEXT = "the text of the answer could not be made"
 
 
+class StopMatcher:
+    """Finds stop strings, across token borders: it holds text back for as long as that may be the
+    beginning of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that may go to the client now, and the stop string that ended it, if one did.
+        Nothing is fed after a match."""
+        self._held += text
+        matches = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            at, stop = min(matches)
+            released, self._held = self._held[:at], ""
+            return released, stop
+        keep = self._longest_beginning()
+        released, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return released, None
+
+    def flush(self) -> str:
+        """Release what is still held, once no more text can come."""
+        released, self._held = self._held, ""
+        return released
+
+    def _longest_beginning(self) -> int:
+        """The length of the longest end of the held text that begins a stop string; at most the
+        longest stop less one."""
+        for length in range(min(len(self._held), max(map(len, self.stops), default=1) - 1), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self.stops):
+                return length
+        return 0
+
+
+@dataclass(slots=True)
+class LogprobHolder:
+    """Holds logprobs until the text of their tokens is released, for a stop string may still cut it
+    off. Each has the first and the last character of its token's text, counted from the answer's
+    beginning."""
+
+    # of the prompt, which precede the answer in the text that the client gets
+    num_echo_chars: int = 0
+    held: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)
+
+    @property
+    def last(self) -> TokenLogprob | None:
+        """The last token's logprob, if it is still held."""
+        return self.held[-1][2] if self.held else None
+
+    def hold(self, logprob: TokenLogprob, first: int, last: int) -> None:
+        """Keep it until the text up to `last` is released."""
+        self.held.append((first, last, replace(logprob, text_offset=self.num_echo_chars + first)))
+
+    def release(self, num_released: int, *, at_end: bool) -> tuple[TokenLogprob, ...]:
+        """The logprobs of the tokens whose text is out. At the end, those that begin in the cut-off
+        stop string are dropped."""
+        ready = [entry for entry in self.held if entry[1] <= num_released or (at_end and entry[0] < num_released)]
+        self.held = [] if at_end else self.held[len(ready) :]
+        return tuple(logprob for _, _, logprob in ready)
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request. Only the StepDecider and the replay of its log change it, and the service, which
@@ -38,7 +100,8 @@ class RequestState:
     detokenizer: Detokenizer
     matcher: StopMatcher
     gateway_id: str | None  # where events go: the gateway that asked, or the one that resumed
-    touched_at: float
+    touched_at: float  # monotonic, s
+    begun_at: float  # wall clock, s
     position: int = 0  # tokens decided
     last_token_id: int = -1  # the token at that position; -1: none yet
     lost: str = ""  # why the log can't be followed any more, in words for the client
@@ -49,23 +112,32 @@ class RequestState:
     fingerprint: str = ""  # of the compute replica that made the last token
     prediction: PredictionFollower | None = None  # of the answer, if the client has one
     last_event: TokenEvent | None = None
-    begun_at: float = field(default_factory=time.time)  # wall clock, s
     num_replayed_tokens: int = 0  # decided before this replica had it
 
     @classmethod
-    def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
+    def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, clock: Clock) -> "RequestState":
+        """The state before the first token."""
         detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens)
         prediction = PredictionFollower(intro.prediction_token_ids.tolist()) if len(intro.prediction_token_ids) else None
         logprobs = LogprobHolder(len(intro.echo_text or ""))
-        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now, logprobs=logprobs, prediction=prediction)
+        return cls(
+            intro,
+            detokenizer,
+            StopMatcher(intro.params.stop),
+            intro.gateway_id,
+            touched_at=clock.monotonic(),
+            begun_at=clock.wall(),
+            logprobs=logprobs,
+            prediction=prediction,
+        )
 
     @property
     def is_finished(self) -> bool:
         return self.last_event is not None and self.last_event.finish_reason is not None
 
     def append(self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None) -> TokenEvent:
-        """The next token was decided: its event, with the text that may go to the client; the first
-        one's, with what was asked of the prompt."""
+        """Append the token that was decided. Returns its event, with the text that may go to the client;
+        the first event has what the request asked about its prompt."""
         self.position += 1
         self.last_token_id = token_id
         if self.prediction is not None:
@@ -79,9 +151,9 @@ class RequestState:
         else:
             released, matched = self._add_text(token_id, logprob)
             if matched is not None:
-                end = End("stop", matched)
+                end = Finish("stop", matched)
             elif end is None and self.position >= (params.max_tokens or 1):
-                end = End("length")
+                end = Finish("length")
         if end is not None and not isinstance(end.stop_reason, str):
             rest, end = self._flush_text(end)
             released += rest
@@ -109,7 +181,7 @@ class RequestState:
         return event
 
     def end_after_prompt(self, prompt_logprobs: PromptLogprobs | None) -> TokenEvent:
-        """No token was asked for: the event of the end."""
+        """Return the last event of a request for no tokens."""
         event = TokenEvent(
             request_id=self.intro.request_id,
             position=0,
@@ -125,42 +197,42 @@ class RequestState:
         return event
 
     def failure(self, reason: str) -> TokenEvent:
-        """The event of the end of a request that can't go on."""
+        """Return the last event of a request that can't continue."""
         error = RequestError(reason)
         return TokenEvent(self.intro.request_id, self.position, None, "", self.intro.num_prompt_tokens, finish_reason="error", error=error)
 
     def replay(self, event: TokenEvent) -> None:
-        """Catch up with one entry of the log."""
+        """Append the token of one entry of the log."""
         fingerprint = event.fingerprint or self.fingerprint
         if event.token_id is not None:
             own = event.withheld or (event.logprobs[-1] if event.logprobs else None)
             self.append(event.token_id, own)
         self.fingerprint, self.last_event = fingerprint, event
 
-    def _end_of_token(self, token_id: int) -> "End | None":
-        """The end that the token itself is."""
+    def _end_of_token(self, token_id: int) -> "Finish | None":
+        """The end, if the token itself is one."""
         if token_id in self.intro.eos_token_ids:
-            return End("stop")
-        return End("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
+            return Finish("stop")
+        return Finish("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
 
     def _add_text(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
         """The text that the token releases, and the stop string that it completes; its logprob is
         held."""
         start = self.num_chars
         text = self.detokenizer.add(token_id)
-        found = self._feed(text)
+        released = self._feed(text)
         if logprob is not None:
-            # what comes before it is U+FFFD, of tokens before this one
+            # text before it is U+FFFD, for bytes of earlier tokens
             if text.endswith(logprob.token):
                 start = self.num_chars - len(logprob.token)
             self.logprobs.hold(logprob, start, self.num_chars)
-        return found
+        return released
 
-    def _flush_text(self, end: "End") -> tuple[str, "End"]:
+    def _flush_text(self, end: "Finish") -> tuple[str, "Finish"]:
         """The text that was held back and that nothing can complete any more; and the end, which a
         stop string in that text may change."""
         released, matched = self._feed(self.detokenizer.flush())
-        return (released + self.matcher.flush(), end) if matched is None else (released, End("stop", matched))
+        return (released + self.matcher.flush(), end) if matched is None else (released, Finish("stop", matched))
 
     def _feed(self, text: str) -> tuple[str, str | None]:
         """The text that passes the stop matcher, which sleeps until min_tokens are there, and the
@@ -175,7 +247,7 @@ class RequestState:
         return (self.intro.echo_text or "") + released if self.position == 1 else released
 
 
-class End(NamedTuple):
+class Finish(NamedTuple):
     """Why a sequence ends with a token; stop_reason: the token or the string that stopped it, where
     the request asked for that one."""
 
@@ -184,7 +256,7 @@ class End(NamedTuple):
 
 
 def catch_up(state: RequestState, entries: Any) -> None:
-    """Replay entries of a state's log. What can't be followed is that request's error alone."""
+    """Replay entries of a state's log. A log that can't be replayed is that request's error alone."""
     try:
         events = parse_log(entries, state.position)
         for event in events:

@@ -1,9 +1,10 @@
-"""A step's rows: what one came to, and some of a step."""
+"""A step's rows: the outcome of one, and a selection of them."""
 
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.sampler.request_state import RequestState
 from shared.wire.messages import Moments, StepCandidates, TokenEvent
@@ -18,10 +19,10 @@ BY_ROW = (
 )  # fmt: skip
 
 
-@dataclass(slots=True)  # as TokenEvent: nobody changes one, and there is one a token
+@dataclass(slots=True)  # not frozen, for speed: there is one a token
 class Decided:
-    """The outcome of one row: a new entry for the log, or an event that it holds already, or, with
-    neither, no token: `code` says why."""
+    """The outcome of one row: a new entry for the log, or an event that the log holds already. With
+    neither there is no token, and `code` says why."""
 
     handle: int
     position: int
@@ -54,9 +55,9 @@ class Decided:
 
 def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
     """Times of what happened to the rows' requests; decided_at: wall clock, s."""
-    found = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
+    ends = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
     return tuple(
-        Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in found
+        Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in ends
     )
 
 

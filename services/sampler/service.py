@@ -4,7 +4,6 @@ round trip, trim.
 The log refuses a second entry at a position, and what it holds wins.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,17 +13,18 @@ from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from services.sampler.decider import Logged, StepDecider
-from services.sampler.replay import Replay, is_last
+from services.sampler.replay import LogReplay, is_last
 from services.sampler.request_state import RequestState, catch_up
 from services.sampler.rows import LOST, Decided, select, to_decide_again
-from services.sampler.spans import trace
 from services.sampler.writer import AFTER_REFUSED, Held, StepWriter
 from shared.model.token_table import TokenTable
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger
+from shared.process.tracing import Attributes, Tracer
 from shared.wire.entries import DirectReader, write_dead_letter
-from shared.wire.line import Line, Pipeline
+from shared.wire.line import Pipeline, RedisConnection
 from shared.wire.load import Load
 from shared.wire.messages import Control, SequenceIntro, StepCandidates, encode
 from shared.wire.redis_clock import follow_clock
@@ -35,51 +35,53 @@ from shared.wire.token_log import decode_entry
 log = get_logger("penstock.sampler")
 
 BLOCK_MS = 500
-# a state nobody has asked about: another sampler has it, or its compute replica is gone; one that
-# comes back introduces its sequences again
+# a state that no row asks about: another sampler has it, or its compute replica is gone. A replica
+# that comes back introduces its sequences again
 FORGET_AFTER_S, FORGET_GONE_AFTER_S = 600.0, 30.0
 FORGET_EVERY_S = 10.0
 FOLLOW_CLOCK_EVERY_S = 1.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
-# while many are taken over: compute goes on with those, and hears that this sampler lives well
-# before it loses its patience
+# while many sequences are taken over: compute continues those that are ready, and knows well before
+# its patience ends that this sampler lives
 ANSWER_EVERY_S = 0.5
 
 
 class SamplerService:
-    def __init__(self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer, clock: Clock = SYSTEM_CLOCK) -> None:
+        """clock: of all times that it measures and writes; Redis' own waits are not among them."""
         assert stage.model is not None
         self.stage = stage
         self.settings = settings
-        self.decider = StepDecider(TokenTable(tokenizer))
-        self.writer = StepWriter(stage.model, stage.replica_id, self.write_and_ask)
-        self.replay = Replay(stage.transport, tokenizer)
+        self.clock = clock
+        self.decider = StepDecider(TokenTable(tokenizer), clock)
+        self.writer = StepWriter(stage.model, stage.replica_id, self.write_and_ask, clock)
+        self.replay = LogReplay(stage.transport, tokenizer, clock)
         self.states: dict[tuple[str, int], RequestState] = {}  # by compute replica and handle
         self.reader = DirectReader(stage.transport, candidates(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
-        self.news = Line(stage.transport.client)
+        self.news = RedisConnection(stage.transport.client)
         self.num_tokens = self.num_rebuilt = 0
-        self.forgot_at = self.followed_at = time.monotonic()
+        self.forgot_at = self.followed_at = self.clock.monotonic()
 
     def run(self) -> None:
         self.stage.catch_signals()
         self.stage.transport.wait_until_up(self.settings.redis_timeout_s)
         self.control.start_at_end()
         self.stage.join()
-        quiet_since = time.monotonic()
-        while not (self.stage.stopping.is_set() and time.monotonic() - quiet_since > self.settings.drain_s):
+        quiet_since = self.clock.monotonic()
+        while not (self.stage.stopping.is_set() and self.clock.monotonic() - quiet_since > self.settings.drain_s):
             if self.stage.stopping.is_set():
                 # compute sends elsewhere from its next look at the registry; until then, go on
                 self.stage.leave()
             for step in self.read():
                 self.answer(step)
-                quiet_since = time.monotonic()
+                quiet_since = self.clock.monotonic()
             self.stage.mark_alive()
             self.stage.load = Load(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
-            if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
+            if self.clock.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
-            if time.monotonic() - self.followed_at > FOLLOW_CLOCK_EVERY_S:
-                self.followed_at = time.monotonic()
+            if self.clock.monotonic() - self.followed_at > FOLLOW_CLOCK_EVERY_S:
+                self.followed_at = self.clock.monotonic()
                 follow_clock(self.stage.transport, [self.reader, self.control])
         self.stage.leave()
         self.news.close()
@@ -120,12 +122,12 @@ class SamplerService:
                 self.news.send(fill_both)
                 return self.news.receive(leave=1)
             except (RedisError, OSError):
-                self.news.close()  # nobody knows what was written: all of it again, with patience
+                self.news.close()  # it is unknown what was written: write all again, with retries
         return self.stage.transport.run(fill)
 
     def answer(self, step: StepCandidates) -> None:
-        """Decide the step's rows and write them: log, events, decisions. What nobody can answer
-        becomes a dead letter."""
+        """Decide the step's rows and write them: log, events, decisions. A step that can't be
+        answered becomes a dead letter."""
         try:
             for part in self.introduce(step):
                 decided = self.decide_and_write(part)
@@ -150,17 +152,17 @@ class SamplerService:
         new = [intro for intro in step.intros if not self.knows(step.compute_id, intro)]
         handles, given, left = step.handles.tolist(), set[int](), {intro.handle for intro in new}
         # with many, the others need not wait even for the first
-        answered_at = time.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0
+        answered_at = self.clock.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0
         for start in range(0, len(new), REBUILD_AT_ONCE):
             for handle in self.rebuild(step.compute_id, new[start : start + REBUILD_AT_ONCE]):
                 left.discard(handle)
-                if time.monotonic() - answered_at > ANSWER_EVERY_S:
+                if self.clock.monotonic() - answered_at > ANSWER_EVERY_S:
                     ready = [row for row, each in enumerate(handles) if each not in left and row not in given]
                     given.update(ready)
                     if ready:
                         yield select(step, ready)
                     self.stage.mark_alive()
-                    answered_at = time.monotonic()
+                    answered_at = self.clock.monotonic()
         rest = [row for row in range(len(handles)) if row not in given]
         if not given:
             yield step
@@ -195,7 +197,7 @@ class SamplerService:
         """Decide a step's rows and write them. Where a log refuses one, what it holds wins, and the
         rows after it are decided again."""
         part: StepCandidates | None = step
-        told: list[Decided] = []
+        answered: list[Decided] = []
         while part is not None:
             decided = self.decider.decide(part, *self.look_up(part))
             tokens, ends = [row for row in decided if row.end is None], [row for row in decided if row.end is not None]
@@ -206,9 +208,9 @@ class SamplerService:
                 ends = [row for row in ends if row.handle not in {handle for handle, _ in refused}]
             if ends:
                 self.writer.tell(part, ends)
-            told += tokens + ends
+            answered += tokens + ends
             part = self.remainder(part, to_decide_again(decided, tokens, refused)) if refused else None
-        return told
+        return answered
 
     def remainder(self, step: StepCandidates, again: list[Decided]) -> StepCandidates | None:
         """The rows to decide again, on what their logs hold now; None: there are none."""
@@ -252,7 +254,7 @@ class SamplerService:
         return replace(row, entry=None, state=self.renew(row.state), event=logged)
 
     def renew(self, known: RequestState) -> RequestState:
-        """The state as the log has it, in place of one that went another way."""
+        """Put the state that the log gives in the place of one that has diverged from it."""
         state = self.replay.again(known)
         for key, each in list(self.states.items()):
             if each is known:
@@ -268,7 +270,7 @@ class SamplerService:
                     state.gateway_id = message.gateway_id
 
     def forget_untouched(self) -> None:
-        now = self.forgot_at = time.monotonic()
+        now = self.forgot_at = self.clock.monotonic()
         live = self.stage.registry.ids("compute", self.stage.model)
         for key, idle_s in [(key, now - state.touched_at) for key, state in self.states.items()]:
             if idle_s > (FORGET_AFTER_S if key[0] in live else FORGET_GONE_AFTER_S):
@@ -278,4 +280,18 @@ class SamplerService:
         """Forget the state of a replica's handle, if it is known. outcome: for its trace."""
         state = self.states.pop(key, None)
         if state is not None and self.stage.tracer is not None:
-            trace(self.stage.tracer, state, key[0], outcome)
+            trace(self.stage.tracer, state, key[0], outcome, self.clock)
+
+
+def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str, clock: Clock) -> None:
+    """`sample`: from its introduction by this compute replica to the last token that was decided
+    for it, or until now if that ended it."""
+    if not state.intro.traceparent:
+        return
+    now = clock.wall()
+    ended_at = now if outcome != "silence" else now - (clock.monotonic() - state.touched_at)
+    attributes: Attributes = {
+        "penstock.request_id": state.intro.request_id, "penstock.compute_id": compute_id, "penstock.num_tokens": state.position - state.num_replayed_tokens,
+        "penstock.num_replayed_tokens": state.num_replayed_tokens, "penstock.outcome": outcome,
+    }  # fmt: skip
+    tracer.record("sample", state.intro.traceparent, state.begun_at, ended_at, attributes)

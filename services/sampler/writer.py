@@ -1,7 +1,6 @@
 """StepWriter: a decided step goes to its logs, to the gateways and to compute, in one round
 trip."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.sampler.rows import FAILED, Decided, moments_of
+from shared.process.clock import Clock
 from shared.wire.line import Pipeline
 from shared.wire.messages import Moments, StepCandidates, StepDecisions, StepEvents
 from shared.wire.streams import DirectStream, decisions, events
@@ -24,14 +24,15 @@ class StepWriter:
     """Writes what this sampler has decided. send: makes one round trip of what is queued, and
     returns the replies."""
 
-    def __init__(self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]]) -> None:
+    def __init__(self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]], clock: Clock) -> None:
         self.model = model
         self.sampler_id = sampler_id
         self.send = send
+        self.clock = clock
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> Refused:
         """Append the rows' entries to their logs, and `tell` of them. Returns the entries that the
-        logs refused; if there are any, nobody was told."""
+        logs refused; if there are any, no event or decision was sent."""
         new = [row for row in decided if row.entry is not None]
         refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
         return {new[index - 1].key: held for index, held in refused}
@@ -42,7 +43,7 @@ class StepWriter:
         self._send(step, decided, [])
 
     def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, Held]]:
-        now = time.time()
+        now = self.clock.wall()
         messages = [*self._events(step, decided, now), (decisions(step.compute_id), self._decisions(step, decided))]
         ends = [(row.end, row.state.gateway_id, self._moments(step, [row], now)) for row in decided if row.end and row.state]
 

@@ -20,7 +20,7 @@ from services.simulator.roofline import CardGroup, Work
 from services.simulator.simulator import PERCENTILES, ReplayResult, check_lengths, percentiles, replay
 from services.simulator.table import TABLE_HARDWARE, TABLE_MODELS, TABLE_PRECISIONS, Case, lines_of, published_lines
 from services.simulator.trace import TraceRequest, load_trace, with_rate, with_speed
-from shared.process.arguments import Parser
+from shared.process.arguments import CommandLineParser
 from shared.process.errors import StartupError
 
 EXAMPLES = """examples:
@@ -42,7 +42,7 @@ COUNTS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandLineParser(
         prog="penstock simulate",
         description="Replay a trace of requests through the scheduler and the KV cache's accounting, with a cost model of the steps.",
         epilog=EXAMPLES,

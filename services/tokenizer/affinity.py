@@ -21,20 +21,22 @@ from shared.wire.stage import Stage
 from shared.wire.streams import GroupStream, prefixes_key
 
 MAX_ASKED = 32  # blocks of a prompt: evenly spaced, the last among them
-WORTH_S = 0.002  # that a prefix saves, at least
+WORTH_S = 0.002  # a prefix that saves less is not worth a choice
 MOST_WAIT_S = 2.0
 # a chosen replica has fewer sequences than SLACK + FACTOR * those of the one with the fewest
 SLACK, FACTOR = 4, 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenReplica:
+    """The replica that is to compute a prompt."""
+
     compute_id: str
-    wait_s: float  # what the prefix saves: after so long anybody else is as good
+    wait_s: float  # the time that the prefix saves: after it any other replica is as good
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BlockQuery:
     """Whether a replica has some of a prompt's blocks."""
 
     prompt: int
@@ -53,62 +55,61 @@ class Affinity:
         GroupReader(stage.transport, stream, stage.replica_id)  # reads nothing: the transport makes the group again if Redis has lost it
         self.model = model
 
-    def choose(self, prompts: Sequence[TokenizedRequest]) -> list[Choice | None]:
-        """The replica of each prompt. None: whoever comes first. One round trip, if there are several
+    def choose(self, prompts: Sequence[TokenizedRequest]) -> list[ChosenReplica | None]:
+        """The replica of each prompt. None: any replica may take it. One round trip, if there are several
         replicas."""
         replicas = [each for each in self.stage.registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs]
         if len(replicas) < 2 or not prompts:
             return [None] * len(prompts)
         named: dict[tuple[str, int, str, bytes], list[bytes]] = {}
-        questions = [question for number, prompt in enumerate(prompts) if can_share(prompt) for question in ask_of(number, prompt, replicas, named)]
-
-        if not questions:
+        queries = [query for number, prompt in enumerate(prompts) if can_share(prompt) for query in queries_of(number, prompt, replicas, named)]
+        if not queries:
             return [None] * len(prompts)
 
         def ask(pipe: Pipeline) -> None:
             pipe.xpending(self.stream.key, self.stream.group)
-            for each in questions:
-                pipe.execute_command("SMISMEMBER", prefixes_key(each.replica.replica_id), *each.names)
+            for query in queries:
+                pipe.execute_command("SMISMEMBER", prefixes_key(query.replica.replica_id), *query.names)
 
         pending: Any
         pending, *replies = self.stage.transport.run(ask)
         # sequences by replica, with those that are being given away here
         num_held = Counter({each["name"].decode(): int(each["pending"]) for each in pending["consumers"]})
-        found: dict[int, list[tuple[Replica, int]]] = {}
-        for question, reply in zip(questions, replies, strict=True):
+        cached: dict[int, list[tuple[Replica, int]]] = {}
+        for query, reply in zip(queries, replies, strict=True):
             longest: dict[int, int] = {}
-            for (segment, count), is_there in zip(question.ends, reply, strict=True):
+            for (segment, count), is_there in zip(query.ends, reply, strict=True):
                 longest[segment] = max(longest.get(segment, 0), count if is_there else 0)
-            found.setdefault(question.prompt, []).append((question.replica, sum(longest.values())))
-        return [best_of(found.get(number, []), num_held) for number in range(len(prompts))]
+            cached.setdefault(query.prompt, []).append((query.replica, sum(longest.values())))
+        return [best_of(cached.get(number, []), num_held) for number in range(len(prompts))]
 
 
-def best_of(found: list[tuple[Replica, int]], num_held: Counter[str]) -> Choice | None:
+def best_of(cached: list[tuple[Replica, int]], num_held: Counter[str]) -> ChosenReplica | None:
     """The replica that saves most, of those with a free place and not much more to do than others.
-    found: all, with the tokens that each has of the prompt; num_held: the sequences of each, to
+    cached: all, with the tokens of the prompt that each has; num_held: the sequences of each, to
     which this one is added."""
-    limit = SLACK + FACTOR * min((num_held[replica.replica_id] for replica, _ in found), default=0)
+    limit = SLACK + FACTOR * min((num_held[replica.replica_id] for replica, _ in cached), default=0)
     saved = {
         replica.replica_id: num_tokens * (replica.load.step_cost_per_token_s or 0.0)
-        for replica, num_tokens in found
+        for replica, num_tokens in cached
         if num_held[replica.replica_id] < min(limit, replica.load.max_num_seqs or 0)
     }
     best = max(saved, key=lambda replica_id: (saved[replica_id], -num_held[replica_id]), default=None)
     if best is None or saved[best] < WORTH_S:
         return None
     num_held[best] += 1
-    return Choice(best, min(saved[best], MOST_WAIT_S))
+    return ChosenReplica(best, min(saved[best], MOST_WAIT_S))
 
 
 def can_share(prompt: TokenizedRequest) -> bool:
-    """Whether it may begin with blocks that were computed before."""
+    """Whether the prompt may use cached blocks."""
     return prompt.params.prompt_logprobs is None and (prompt.embedding is None or prompt.embedding.pooling == "last")
 
 
-def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[Question]:
-    """Questions about a prompt: its last token is computed anyway. named: hashes of blocks, which are
-    the same for replicas with equal fingerprints and for the choices of one prompt."""
-    questions = []
+def queries_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[BlockQuery]:
+    """Queries about a prompt, but for its last token, which is computed in any case. named: hashes of
+    blocks; replicas with equal fingerprints and choices of one prompt share them."""
+    queries = []
     for replica in replicas:
         if prompt.segments and SEGMENT_MULTIPLE % replica.block_size:
             continue
@@ -119,8 +120,8 @@ def ask_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named
         step = -(-len(hashes) // MAX_ASKED)
         asked = range(len(hashes) - 1, -1, -step)
         ends = [(0, (each + 1) * replica.block_size) if layout is None else segment_end(layout, each) for each in asked]
-        questions.append(Question(number, replica, [hashes[each][:HINT_BYTES] for each in asked], ends))
-    return questions
+        queries.append(BlockQuery(number, replica, [hashes[each][:HINT_BYTES] for each in asked], ends))
+    return queries
 
 
 def hashes_of(prompt: TokenizedRequest, replica: Replica, layout: Layout | None, named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[bytes]:

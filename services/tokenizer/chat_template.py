@@ -91,14 +91,14 @@ class ChatTemplate:
             return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
         if self._worker is None:
             return [_away("does not start") for _ in conversations]
-        found: list[str | Invalid | Slow] = []
+        rendered: list[str | Invalid | Slow] = []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
             try:
-                found.append(self._render(messages, each))
+                rendered.append(self._render(messages, each))
             except Exception as error:  # the others of the batch have nothing to do with it
                 log.error("a conversation could not be given to the chat template", error=error)
-                found.append(_refused("the chat template", f"they can't be given to it ({type(error).__name__})"))
-        return found
+                rendered.append(_refused("the chat template", f"they can't be given to it ({type(error).__name__})"))
+        return rendered
 
     def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | Invalid | Slow:
         name = "the request's chat_template" if options.chat_template else "the model's chat template"
@@ -116,7 +116,7 @@ class ChatTemplate:
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
         })  # fmt: skip
-        for _ in range(2):  # a worker that was killed costs nobody a request
+        for _ in range(2):  # if a worker was killed, no request fails
             self.start()
             worker, self._worker = self._worker, None
             if worker is None:

@@ -1,24 +1,24 @@
 """Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or
 the length."""
 
-import dataclasses
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import Struct, structs
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
-from services.tokenizer.answers import Answer, describe, detokenized, rendered_prompt, tokenized
-from services.tokenizer.breakers import BreakerTable
+from services.tokenizer.answers import TokenizerAnswer, describe, detokenized, rendered_prompt, tokenized
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
-from services.tokenizer.images import check_images, check_places, expand_images
 from services.tokenizer.modules import LONG_TEXT, PARAM, join, with_place
-from services.tokenizer.offsets import offsets_of
-from services.tokenizer.prepared import Prepared, alone, head_of
+from services.tokenizer.pending import PendingPrompt, alone, check_images, check_places, expand_images, head_of
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
-from shared.model.arrays import Array
+from shared.model.arrays import Array, Int32Array
 from shared.model.context_length import context_exceeded, context_far_exceeded
+from shared.model.dry_breakers import pack_breakers
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from shared.model.segments import Segment, length_of
@@ -28,9 +28,12 @@ from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, Toke
 
 T = TypeVar("T")
 
+MAX_PACKED = 1 << 18  # numbers of one request's breakers: 1 MB in its message
+MAX_TAIL = 20  # tokens after the first
+KEPT = 256  # breakers that are remembered
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Conversation:
+
+class TemplateInput(Struct, frozen=True):
     """The input of a chat template."""
 
     messages: tuple[ChatMessage, ...]
@@ -58,7 +61,7 @@ class Encoder:
         self.vision, self.max_model_len = files.vision, files.max_model_len
         self.image_token_id = tokenizer.convert_tokens_to_ids(files.vision.placeholder) if files.vision is not None else 0
 
-    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
+    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | TokenizerAnswer | Invalid]:
         """Encode requests: for each its tokens, or what else it asked for, or why there is
         neither."""
         prepared = self.prepare(requests, self.chat_template)
@@ -67,17 +70,17 @@ class Encoder:
                 each.error = Invalid("the model's chat template takes too long", param="messages", code="chat_template_error")
         return self.finish(prepared, max_model_len)
 
-    def prepare(self, requests: list[GenerateRequest], chat_template: ChatTemplate) -> list[Prepared]:
+    def prepare(self, requests: list[GenerateRequest], chat_template: ChatTemplate) -> list[PendingPrompt]:
         """The requests with the texts to encode, marked where special tokens are spelt in them that
         are to be text. Safe in threads, each with a ChatTemplate of its own."""
-        prepared = [Prepared.of(request) for request in requests]
-        chats: list[tuple[Prepared, Conversation]] = []
+        prepared = [PendingPrompt.of(request) for request in requests]
+        chats: list[tuple[PendingPrompt, TemplateInput]] = []
         for each in prepared:
             with alone(each):
                 each.request = with_place(each.request)
                 check_images(each.request.messages, self.vision, has_modules=bool(each.request.modules))
                 if each.request.messages is not None:
-                    chats.append((each, self._marked(each.request, Conversation(each.request.messages, each.request.chat))))
+                    chats.append((each, self._marked(each.request, TemplateInput(each.request.messages, each.request.chat))))
                 elif (marked := self._marked(each.request, each.text)) is not None and marked != each.text:
                     each.text = MarkedText(marked)
         rendered = chat_template.render([chat.messages for _, chat in chats], [chat.options for _, chat in chats])
@@ -88,7 +91,7 @@ class Encoder:
                 expand_images(each, self.vision, self.max_model_len)
         return prepared
 
-    def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
+    def finish(self, prepared: list[PendingPrompt], max_model_len: int) -> list[TokenizedRequest | TokenizerAnswer | Invalid]:
         """Encode requests that `prepare` has returned. Returns what `encode` does."""
         heads = [head_of(each) for each in prepared]  # before the modules
         for each in (*prepared, *heads):
@@ -113,13 +116,14 @@ class Encoder:
         except Invalid as error:
             raise Invalid(str(error), param="messages" if is_chat else "prompt") from None
 
-    def _with_own_marks(self, chat: Conversation, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
+    def _with_own_marks(self, chat: TemplateInput, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
         """The rendered text of a conversation with marks. If they have changed what the template
-        does, it looks for special tokens in contents: it may in what the assistant said and
-        thought, of which the model made them; what others spell stays text, and so do calls."""
+        does, it looks for special tokens in contents: it may in the assistant's
+        answers and thoughts, where the model wrote them; in other messages and in calls they stay
+        text."""
         unmarked = self.special_tokens.unmark(chat)
         assistants = tuple(
-            dataclasses.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
+            structs.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
             for plain, each in zip(unmarked.messages, chat.messages, strict=True)
         )
         plain, again = chat_template.render([unmarked.messages, assistants], [unmarked.options, chat.options])
@@ -129,7 +133,7 @@ class Encoder:
             return SLOW
         return MarkedText(text if text.replace(MARK, "") == plain else again)
 
-    def _bound(self, prepared: Prepared, text: str, max_model_len: int) -> None:
+    def _bound(self, prepared: PendingPrompt, text: str, max_model_len: int) -> None:
         """Cut or refuse a text that can't fit. Megabytes take a tokenizer seconds, and other
         requests wait: of a long text a part is encoded, and where that is more than the model
         reads, by more than the tokens of a word that is cut, the rest is not."""
@@ -151,17 +155,17 @@ class Encoder:
             return
         prepared.error = context_far_exceeded(field_of(request), max_model_len, len(ids))
 
-    def _encode_texts(self, prepared: list[Prepared], max_model_len: int) -> None:
+    def _encode_texts(self, prepared: list[PendingPrompt], max_model_len: int) -> None:
         """Encode with one batched call for the templated texts, which bring their own special
         tokens, and one for plain prompts."""
 
-        def kind(each: Prepared) -> tuple[bool, bool]:
+        def kind(each: PendingPrompt) -> tuple[bool, bool]:
             """Whether it is a conversation, and whether special tokens are added."""
             added, is_chat = each.request.encoding.add_special_tokens, each.request.messages is not None
             return is_chat, not is_chat if added is None else added
 
         for (is_chat, adds), group in groupby(sorted(prepared, key=kind), key=kind):
-            param, plain = "messages" if is_chat else "prompt", list[Prepared]()
+            param, plain = "messages" if is_chat else "prompt", list[PendingPrompt]()
             for each in group:
                 if isinstance(each.text, MarkedText):
                     self._encode_marked(each, each.text, param, add_special_tokens=adds)
@@ -172,7 +176,7 @@ class Encoder:
             if plain:
                 self._encode_plain(plain, param, add_special_tokens=adds)
 
-    def _encode_plain(self, prepared: list[Prepared], param: str, *, add_special_tokens: bool) -> None:
+    def _encode_plain(self, prepared: list[PendingPrompt], param: str, *, add_special_tokens: bool) -> None:
         """Encode all at once; if that fails, each alone, so that a text that can't be encoded fails
         by itself."""
         try:
@@ -186,12 +190,12 @@ class Encoder:
             for each in prepared:
                 self._encode_plain([each], param, add_special_tokens=add_special_tokens)
 
-    def _encode_pair(self, prepared: Prepared, max_model_len: int, *, adds_special_tokens: bool) -> None:
+    def _encode_pair(self, prepared: PendingPrompt, max_model_len: int, *, adds_special_tokens: bool) -> None:
         """Both texts as the tokenizer joins them. Of a pair that is too long the longer one is cut,
         if the request wants that."""
         request = prepared.request
-        most = request.encoding.truncate_prompt_tokens
-        cut = {"truncation": "longest_first", "max_length": most if most > 0 else max_model_len} if most is not None else {}
+        max_tokens = request.encoding.truncate_prompt_tokens
+        cut = {"truncation": "longest_first", "max_length": max_tokens if max_tokens > 0 else max_model_len} if max_tokens is not None else {}
         try:
             encoded = self.tokenizer(prepared.text, request.pair, add_special_tokens=adds_special_tokens, verbose=False, **cut)["input_ids"]
             prepared.token_ids = np.asarray(encoded, np.int32)
@@ -200,7 +204,7 @@ class Encoder:
         finally:
             self.tokenizer.backend_tokenizer.no_truncation()  # else it cuts what others encode next
 
-    def _encode_marked(self, prepared: Prepared, text: MarkedText, param: str, *, add_special_tokens: bool) -> None:
+    def _encode_marked(self, prepared: PendingPrompt, text: MarkedText, param: str, *, add_special_tokens: bool) -> None:
         try:
             prepared.token_ids = np.asarray(self.special_tokens.encode(text, add_special_tokens=add_special_tokens), np.int32)
         except Exception as error:  # a tokenizer raises what it likes
@@ -214,14 +218,14 @@ class Encoder:
             raise Invalid(f"the text can't be encoded: {error}", param=param) from None
         return [np.asarray(ids, np.int32) for ids in encoded]
 
-    def _finish(self, prepared: Prepared, max_model_len: int) -> TokenizedRequest | Answer | Invalid:
+    def _finish(self, prepared: PendingPrompt, max_model_len: int) -> TokenizedRequest | TokenizerAnswer | Invalid:
         if prepared.error is None:
             with alone(prepared):
                 return self._finished(prepared, prepared.request, prepared.text, prepared.token_ids, max_model_len)
         assert prepared.error is not None
         return prepared.error
 
-    def _place_modules(self, prepared: Prepared, head: Prepared | None) -> None:
+    def _place_modules(self, prepared: PendingPrompt, head: PendingPrompt | None) -> None:
         """Put the request's modules between the tokens before and behind them. head: of a
         conversation, what stands before; before a plain prompt's modules stands a BOS or nothing.
         Raises Invalid."""
@@ -234,7 +238,7 @@ class Encoder:
 
     def _encode_as_text(self, text: str) -> Array:
         """A text's tokens; special tokens that are spelt in it are text. Raises Invalid."""
-        prepared = Prepared(GenerateRequest("", None, "", SamplingParams()), text)
+        prepared = PendingPrompt(GenerateRequest("", None, "", SamplingParams()), text)
         if self.special_tokens.are_spelled_in(text):
             self._encode_marked(prepared, MarkedText(self.special_tokens.mark(text)), PARAM, add_special_tokens=False)
         else:
@@ -243,7 +247,9 @@ class Encoder:
             raise prepared.error
         return prepared.token_ids
 
-    def _finished(self, prepared: Prepared, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int) -> TokenizedRequest | Answer:
+    def _finished(
+        self, prepared: PendingPrompt, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int
+    ) -> TokenizedRequest | TokenizerAnswer:
         """The request with its tokens, or the answer to it. Raises Invalid."""
         opening = self._opening(request, text)
         if request.task != "generate":
@@ -261,7 +267,7 @@ class Encoder:
             request_id=request.request_id,
             gateway_id=request.gateway_id,
             model=request.model,
-            params=dataclasses.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words),
+            params=structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words),
             prompt_token_ids=token_ids,
             # a grammar has its own end
             eos_token_ids=() if params.ignore_eos and request.constraint is None else self.eos_token_ids,
@@ -269,7 +275,7 @@ class Encoder:
             created_at=request.created_at,
             scheduling=request.scheduling,
             echo_offsets=offsets_of(self.tokenizer, request, text, token_ids) if wants_offsets else np.zeros(0, np.int32),
-            constraint=request.constraint if opening is None or request.constraint is None else dataclasses.replace(request.constraint, thought_begin=""),
+            constraint=request.constraint if opening is None or request.constraint is None else structs.replace(request.constraint, thought_begin=""),
             dry_breakers=self.breakers.pack(params.dry.sequence_breakers) if params.dry is not None else np.zeros(0, np.int32),
             embedding=request.embedding,
             traceparent=request.traceparent,
@@ -304,7 +310,7 @@ class Encoder:
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
-    def _answer(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int, opening: str | None) -> Answer:
+    def _answer(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int, opening: str | None) -> TokenizerAnswer:
         """Answer a request that asks for no generation. Raises Invalid."""
         if request.task == "render":
             return rendered_prompt((text or "").replace(MARK, ""))
@@ -321,16 +327,16 @@ class Encoder:
 
     def _truncated(self, request: GenerateRequest, token_ids: Array, max_model_len: int) -> Array:
         """The last tokens of the prompt, or the first, as many as the request wants of it."""
-        most = request.encoding.truncate_prompt_tokens
-        if most is None:
+        max_tokens = request.encoding.truncate_prompt_tokens
+        if max_tokens is None:
             return token_ids
-        if most < 0:
+        if max_tokens < 0:
             wanted = 1 if request.params.max_tokens is None else request.params.max_tokens
-            most = max(1, max_model_len - (wanted if wanted < max_model_len else 1))
-        if not request.encoding.keeps_beginning or most >= len(token_ids):
-            return token_ids[-most:]
+            max_tokens = max(1, max_model_len - (wanted if wanted < max_model_len else 1))
+        if not request.encoding.keeps_beginning or max_tokens >= len(token_ids):
+            return token_ids[-max_tokens:]
         ending = self.ending if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist() else self.ending[:0]
-        return np.concatenate((token_ids[: max(0, most - len(ending))], ending[:most]))
+        return np.concatenate((token_ids[: max(0, max_tokens - len(ending))], ending[:max_tokens]))
 
     @cached_property
     def token_table(self) -> TokenTable:
@@ -384,8 +390,8 @@ class Encoder:
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         length = length_of(segments) if segments else n
         num_left = max_model_len - length
-        if (least := 0 if params.max_tokens == 0 else 1) > num_left:
-            raise context_exceeded(PARAM if segments and segments[-1].num_tokens + least <= max_model_len else field, max_model_len, length, least)
+        if (min_room := 0 if params.max_tokens == 0 else 1) > num_left:
+            raise context_exceeded(PARAM if segments and segments[-1].num_tokens + min_room <= max_model_len else field, max_model_len, length, min_room)
         if params.min_tokens > (max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens
@@ -395,3 +401,63 @@ class Encoder:
         if request.prompt_token_ids is not None and len(token_ids) and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
             name = "tokens" if request.task == "detokenize" else "input" if request.embedding is not None else "prompt"
             raise Invalid(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", param=name)
+
+
+class BreakerTable:
+    """Looks through the whole vocabulary for a breaker that it has not seen; nothing is made before
+    the first request that wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._find = lru_cache(KEPT)(self._search)
+
+    def pack(self, breakers: tuple[str, ...]) -> Int32Array:
+        """Raises Invalid for breakers that too many tokens hold."""
+        token_lists = dict.fromkeys(tokens for breaker in breakers for tokens in self._find(breaker))
+        packed = pack_breakers(token_lists)
+        if len(packed) > MAX_PACKED:
+            raise Invalid(f"dry_sequence_breakers are in {len(token_lists)} tokens of this vocabulary, which are too many", param="dry_sequence_breakers")
+        return packed
+
+    @cached_property
+    def _words(self) -> list[str]:
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return self._tokenizer.decode_batch([[token_id] for token_id in range(size)], skip_special_tokens=False)
+
+    def _search(self, breaker: str) -> tuple[tuple[int, ...], ...]:
+        tails = [self._tail(breaker[length:]) for length in range(1, len(breaker))]
+        token_lists: list[tuple[int, ...]] = []
+        for token_id, word in enumerate(self._words):
+            if breaker in word:
+                token_lists.append((token_id,))
+            else:
+                token_lists += [(token_id, *tails[length - 1]) for length in range(1, len(breaker)) if word.endswith(breaker[:length])]
+        return tuple(token_lists)
+
+    def _tail(self, rest: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(rest, add_special_tokens=False).ids[:MAX_TAIL])
+
+
+def offsets_of(tokenizer: Any, request: GenerateRequest, text: str | None, token_ids: Array) -> Array:
+    """The offset of each token in the text that is echoed; None: the text is decoded. What the
+    text lacks, as a BOS, begins where the next one does."""
+    if text is None:
+        return decoded_offsets(tokenizer, token_ids.tolist())
+    offsets, end, adds = [], 0, request.encoding.add_special_tokens is not False
+    for begin, own_end in tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+        # less than the end: a part of a character; more: of some, spaces are cut off
+        offsets.append(end if begin == own_end else min(begin, end))
+        end = max(end, own_end)
+    return np.array(offsets, np.int32)
+
+
+def decoded_offsets(tokenizer: Any, token_ids: list[int]) -> Array:
+    """Offsets of the tokens in their text, special ones included."""
+    stream, offsets, end = DecodeStream(skip_special_tokens=False), [], 0
+    for token_id in token_ids:
+        offsets.append(end)
+        try:
+            end += len(stream.step(tokenizer.backend_tokenizer, token_id) or "")
+        except Exception as error:  # bare, from Rust
+            raise Invalid(f"the prompt's tokens can't be made text one by one: {error}", param="prompt") from None
+    return np.array(offsets, np.int32)

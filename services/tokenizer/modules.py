@@ -6,16 +6,15 @@ before it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.tokenizer.special_tokens import texts_of
 from shared.model.arrays import Array
 from shared.model.segments import MAX_SEGMENTS, Segment
 from shared.process.errors import Invalid
-from shared.wire.messages import GenerateRequest
-from shared.wire.prompt_modules import ModulePart
+from shared.wire.messages import GenerateRequest, ModulePart
 
 PARAM = "prompt_modules"
 LONG_TEXT = 16  # characters for each token that there is room for; four are usual

@@ -1,14 +1,15 @@
 """The tokenizer's loop: read what is waiting, encode it as one batch, hand it on, acknowledge."""
 
-import time
-from dataclasses import replace
 from typing import Any
 
-from services.tokenizer.affinity import Affinity, Choice
-from services.tokenizer.answers import Answer
+from msgspec.structs import replace
+
+from services.tokenizer.affinity import Affinity, ChosenReplica
+from services.tokenizer.answers import TokenizerAnswer
 from services.tokenizer.encoder import Encoder
-from services.tokenizer.prepared import Prepared
+from services.tokenizer.pending import PendingPrompt
 from services.tokenizer.slow_templates import SlowTemplates, brings_template
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
 from shared.process.telemetry import get_logger
@@ -36,14 +37,15 @@ UNBOUNDED = 1 << 31  # tokens, until a compute replica says how many it takes
 
 
 class TokenizerService:
-    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int | None) -> None:
+    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int | None, clock: Clock = SYSTEM_CLOCK) -> None:
         self.stage = stage
         self.settings = settings
+        self.clock = clock
         self.encoder = encoder
         self.max_model_len = max_model_len
         self.prompts = prompts(encoder.model)
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
-        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0])
+        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0], clock.monotonic)
         self.affinity = Affinity(stage, self.prompts, encoder.model) if settings.prefix_affinity else None
         self.num_requests = 0
         self._claimed_at = self._forgot_at = 0.0
@@ -65,7 +67,7 @@ class TokenizerService:
     def claim(self) -> None:
         """Now and then, keep what is held here, and take over what dead replicas left. One entry at
         a time, for one of them may be what they died of."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if now - self._claimed_at > CLAIM_EVERY_S:
             self._claimed_at = now
             idle_ms = self.stage.claim_idle_ms(CLAIM_IDLE_MS)
@@ -81,21 +83,21 @@ class TokenizerService:
             self.reader.forget_consumers(self.stage.registry.ids("tokenizer"))
 
     def handle(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
-        """Encode and hand on. Those whose templates take long come back by finish_slow: nobody else
-        waits for them."""
+        """Encode and hand on. Those whose templates take long come back by finish_slow: no other
+        request waits for them."""
         fresh = [delivery for delivery in deliveries if delivery.entry_id not in self.templates.entry_ids]
         slow = [delivery for delivery in fresh if brings_template(delivery.message)]
         ordinary = [delivery for delivery in fresh if not brings_template(delivery.message)]
-        started_at = time.time()
+        started_at = self.clock.wall()
         prepared = list(zip(ordinary, self.encoder.prepare([each.message for each in ordinary], self.encoder.chat_template), strict=True))
         slow += [delivery for delivery, each in prepared if each.is_slow]
-        refused = [(delivery, Prepared(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
+        refused = [(delivery, PendingPrompt(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
         self.hand_on([(delivery, each) for delivery, each in prepared if not each.is_slow] + refused, dead, started_at)
 
     def finish_slow(self) -> None:
-        self.hand_on(self.templates.done(), [], time.time())
+        self.hand_on(self.templates.done(), [], self.clock.wall())
 
-    def hand_on(self, prepared: list[tuple[Delivery, Prepared]], dead: list[DeadLetter], started_at: float) -> None:
+    def hand_on(self, prepared: list[tuple[Delivery, PendingPrompt]], dead: list[DeadLetter], started_at: float) -> None:
         """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly
         one stream."""
         if not prepared and not dead:
@@ -109,7 +111,7 @@ class TokenizerService:
         cancelled = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is not None]
         results = self.encoder.finish(waited_for, self.longest_sequence())
         choices = self.choose_replicas(results)
-        tokenized_at = time.time()
+        tokenized_at = self.clock.wall()
 
         def write(pipe: Pipeline) -> None:
             model = self.encoder.model
@@ -118,7 +120,7 @@ class TokenizerService:
                 if isinstance(result, Invalid):
                     error = RequestError(str(result), result.status, result.param, result.code)
                     end_request(pipe, model, request.request_id, request.gateway_id, error=error)
-                elif isinstance(result, Answer):
+                elif isinstance(result, TokenizerAnswer):
                     write_end(pipe, model, TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"), request.gateway_id)
                 else:
                     self.write_prompt(pipe, replace(result, tokenized_at=tokenized_at), choices.get(request.request_id))
@@ -137,28 +139,30 @@ class TokenizerService:
                 log.info("request refused", request_id=request.request_id, error=result)
             self.trace(request, result, started_at, tokenized_at, len(live))
 
-    def choose_replicas(self, results: list[TokenizedRequest | Answer | Invalid]) -> dict[str, Choice]:
+    def choose_replicas(self, results: list[TokenizedRequest | TokenizerAnswer | Invalid]) -> dict[str, ChosenReplica]:
         """The compute replicas of prompts that are better off with a certain one, by request."""
         prompts = [each for each in results if isinstance(each, TokenizedRequest)]
         choices = self.affinity.choose(prompts) if self.affinity is not None else []
         return {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=False) if choice is not None}
 
-    def write_prompt(self, pipe: Pipeline, prompt: TokenizedRequest, choice: Choice | None) -> None:
+    def write_prompt(self, pipe: Pipeline, prompt: TokenizedRequest, choice: ChosenReplica | None) -> None:
         if choice is None:
             append_to_group(pipe, self.prompts, prompt)
         else:
             offer(pipe, self.prompts, prompt, choice.compute_id, round(choice.wait_s * 1000))
 
-    def trace(self, request: GenerateRequest, result: TokenizedRequest | Answer | Invalid, started_at: float, ended_at: float, batch_size: int) -> None:
+    def trace(
+        self, request: GenerateRequest, result: TokenizedRequest | TokenizerAnswer | Invalid, started_at: float, ended_at: float, batch_size: int
+    ) -> None:
         """`tokenize`: the whole batch's time, for a request waits for all of its batch."""
         if self.stage.tracer is None or not request.traceparent:
             return
-        said: dict[str, str | int] = {"penstock.request_id": request.request_id, "penstock.batch_size": batch_size}
+        attributes: dict[str, str | int] = {"penstock.request_id": request.request_id, "penstock.batch_size": batch_size}
         if isinstance(result, TokenizedRequest):
-            said["penstock.num_prompt_tokens"] = len(result.prompt_token_ids)
+            attributes["penstock.num_prompt_tokens"] = len(result.prompt_token_ids)
         elif isinstance(result, Invalid):
-            said["error.type"] = result.code or str(result.status)
-        self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, said)
+            attributes["error.type"] = result.code or str(result.status)
+        self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, attributes)
 
     def longest_sequence(self) -> int:
         """The length that the model was made for, or less where a live compute replica has less, or
@@ -171,5 +175,5 @@ class TokenizerService:
         """The last compute replica, as gateways remember it; nothing, where no request may wait for
         one."""
         key = served_key("compute", self.encoder.model)
-        said: Any = self.stage.transport.persist(lambda: self.stage.transport.client.get(key))
-        return decode_replicas([(key, said)])
+        announcement: Any = self.stage.transport.persist(lambda: self.stage.transport.client.get(key))
+        return decode_replicas([(key, announcement)])

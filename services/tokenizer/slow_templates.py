@@ -1,11 +1,10 @@
 """Conversations that bring a chat template of their own, and those with which the model's template
-is slow: rendered beside the loop, by other workers.
+is slow: rendered by threads outside the loop.
 
 Only the tenant who sent such a conversation waits for it: tenants take turns, and none has all the
 workers. A conversation that waits too long, or is one too many, gets an error that says so.
 """
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.prepared import Prepared
+from services.tokenizer.pending import PendingPrompt
 from shared.process.errors import Invalid
 from shared.wire.entries import Delivery
 from shared.wire.messages import GenerateRequest
@@ -23,7 +22,7 @@ MAX_OF_TENANT = 64  # that wait
 MAX_WAITING = 256  # of all tenants
 WAIT_S = 10.0
 
-Render = Callable[[GenerateRequest, ChatTemplate], Prepared]
+Render = Callable[[GenerateRequest, ChatTemplate], PendingPrompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +30,18 @@ class Running:
     delivery: Delivery
     tenant: str
     template: ChatTemplate
-    rendering: Future[Prepared]
+    rendering: Future[PendingPrompt]
 
 
 class SlowTemplates:
-    """Conversations that are rendered beside the loop. The methods belong to the loop."""
+    """Conversations that are rendered outside the loop. Only the loop calls the methods."""
 
-    def __init__(self, tokenizer: Any, render: Render) -> None:
+    def __init__(self, tokenizer: Any, render: Render, clock: Callable[[], float]) -> None:
         """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its
-        own."""
+        own; clock: s, goes forward only."""
         self._tokenizer = tokenizer
         self._render = render
+        self._clock = clock
         self._free: list[ChatTemplate] = []
         self._running: list[Running] = []
         # by tenant, whose turn is next first; each with the time since when it waits
@@ -62,30 +62,30 @@ class SlowTemplates:
             return _refused("too many conversations wait whose chat template takes long", 503)
         if not self._free and not self._running:
             self._free = [ChatTemplate(self._tokenizer) for _ in range(NUM_WORKERS)]
-        self._waiting.setdefault(tenant, deque()).append((delivery, time.monotonic()))
+        self._waiting.setdefault(tenant, deque()).append((delivery, self._clock()))
         self._begin()
         return None
 
-    def done(self) -> list[tuple[Delivery, Prepared]]:
+    def done(self) -> list[tuple[Delivery, PendingPrompt]]:
         """Requests that were rendered since the last call, or that waited too long."""
-        found: list[tuple[Delivery, Prepared]] = []
+        ready: list[tuple[Delivery, PendingPrompt]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)
             self._free.append(each.template)
             prepared = each.rendering.result()
             assert not prepared.is_slow, "only a quick template says so"
-            found.append((each.delivery, prepared))
+            ready.append((each.delivery, prepared))
         self._begin()
-        late = time.monotonic() - WAIT_S
+        late = self._clock() - WAIT_S
         for tenant, questions in list(self._waiting.items()):
             while questions and questions[0][1] < late:
                 delivery, _ = questions.popleft()
                 error = _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)
-                found.append((delivery, Prepared(delivery.message, error=error)))
+                ready.append((delivery, PendingPrompt(delivery.message, error=error)))
             if not questions:
                 del self._waiting[tenant]
         self._list_entries()
-        return found
+        return ready
 
     def _begin(self) -> None:
         """Free workers to the tenants whose turn it is."""

@@ -1,4 +1,4 @@
-"""Special tokens that somebody spells in a message are text: `<|im_end|>` in a user's words ends no
+"""Special tokens that are spelt in a message are text: `<|im_end|>` in a user's words ends no
 turn.
 
 What the template writes must still be control tokens, and both come in one rendered text. So while
@@ -12,12 +12,12 @@ The mark stands inside the spelling, so a template that strips, splits or compar
 what it looks for, unless it looks for special tokens.
 """
 
-import dataclasses
 import json
 import re
 from functools import cached_property
 from typing import Any, TypeVar
 
+from msgspec import Struct, structs
 from tokenizers import Tokenizer
 
 from shared.model.json_text import read_json, write_json
@@ -54,19 +54,19 @@ class SpecialTokens:
         characters itself."""
         if any(MARK in text or ALIAS in text for text in texts_of(value)):
             raise Invalid("a text that spells special tokens can't hold U+FDD0 or U+FDD1, which are no characters")
-        found: T = _changed(value, self._marked)
-        return found
+        marked: T = _changed(value, self._marked)
+        return marked
 
     def unmark(self, value: T) -> T:
         """Copy a marked value without its marks."""
-        found: T = _changed(value, lambda text: text.replace(MARK, ""))
-        return found
+        unmarked: T = _changed(value, lambda text: text.replace(MARK, ""))
+        return unmarked
 
     def encode(self, text: MarkedText, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a marked text. Raises Invalid where the tokenizer can't tell a spelling from
         the token."""
         assert self._known is not None
-        aliased = self._known.sub(lambda found: ALIAS + found[0] if found[0] in self._special else found[0], text).replace(MARK, "")
+        aliased = self._known.sub(lambda match: ALIAS + match[0] if match[0] in self._special else match[0], text).replace(MARK, "")
         twin, original_ids, reserved = self._twin
         encoding = twin.encode(aliased, add_special_tokens=False)
         if any(token_id in reserved and aliased[begin:end] in self._special for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)):
@@ -94,11 +94,11 @@ class SpecialTokens:
 
     def _marked(self, text: str) -> str:
         assert self._spelled is not None
-        parts, begin, found = [], 0, self._spelled.search(text)
-        while found is not None:
-            parts += [text[begin : found.start() + 1], MARK]
-            begin = found.start() + 1
-            found = self._spelled.search(text, begin)
+        parts, begin, match = [], 0, self._spelled.search(text)
+        while match is not None:
+            parts += [text[begin : match.start() + 1], MARK]
+            begin = match.start() + 1
+            match = self._spelled.search(text, begin)
         return "".join([*parts, text[begin:]])
 
 
@@ -115,8 +115,8 @@ def texts_of(value: object) -> list[str]:
         return [text for pair in value.items() for each in pair for text in texts_of(each)]
     if isinstance(value, list | tuple):
         return [text for each in value for text in texts_of(each)]
-    if dataclasses.is_dataclass(value):
-        named = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if each.name not in TEMPLATES]
+    if isinstance(value, Struct):
+        named = [(name, getattr(value, name)) for name in value.__struct_fields__ if name not in TEMPLATES]
         return [text for name, each in named for text in texts_of(_opened(name, each) if isinstance(each, str) and "\\" in each else each)]
     return []
 
@@ -126,10 +126,10 @@ def _opened(name: str, value: Any) -> Any:
     if name not in JSON_TEXTS or not isinstance(value, str):
         return value
     try:
-        found = read_json(value)
+        opened = read_json(value)
     except ValueError:
         return value
-    return found if isinstance(found, dict) or (isinstance(found, list) and name != "arguments") else value
+    return opened if isinstance(opened, dict) or (isinstance(opened, list) and name != "arguments") else value
 
 
 def _changed(value: Any, change: Any) -> Any:
@@ -140,9 +140,9 @@ def _changed(value: Any, change: Any) -> Any:
         return {_changed(key, change): _changed(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_changed(each, change) for each in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {each.name: _changed_field(each.name, getattr(value, each.name), change) for each in dataclasses.fields(value) if each.name not in TEMPLATES}
-        return dataclasses.replace(value, **changed)
+    if isinstance(value, Struct):
+        names = [name for name in value.__struct_fields__ if name not in TEMPLATES]
+        return structs.replace(value, **{name: _changed_field(name, getattr(value, name), change) for name in names})
     return value
 
 

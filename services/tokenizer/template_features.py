@@ -53,13 +53,13 @@ def find_parsers(template: str | None, tool_calls: str, reasoning: str, with_too
     the template of requests with tools, if it is another."""
     if template is None:
         return {}
-    found = {
+    parsers = {
         "tool_calls": _calls_of(with_tools or template) if tool_calls == "auto" else tool_calls,
         "reasoning": _first(REASONING, template) if reasoning == "auto" else reasoning,
     }
-    if "harmony" in found.values():  # one parser for both
-        found = dict.fromkeys(found, "harmony")
-    return {name: parser for name, parser in found.items() if parser not in ("", "none")}
+    if "harmony" in parsers.values():  # one parser for both
+        parsers = dict.fromkeys(parsers, "harmony")
+    return {name: parser for name, parser in parsers.items() if parser not in ("", "none")}
 
 
 def _first(rules: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str:

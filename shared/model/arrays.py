@@ -1,15 +1,15 @@
 """Array: the type of numpy's arrays. Docstrings give shapes and dtypes, which the type does not.
 
-The others are fields of messages: the codec reads from their annotations in which form they travel.
+The others are fields of messages: the codec reads their dtypes from these types.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
-Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
-Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
-UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
+Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+Float32Array = np.ndarray[Any, np.dtype[np.float32]]
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]

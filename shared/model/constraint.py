@@ -1,13 +1,13 @@
-"""Constraint: which texts an answer may be, as the client says it. shared/model/grammar.py makes a
+"""Constraint: which texts an answer may be, as the client gives it. shared/model/grammar.py makes a
 grammar of it.
 
-The gateway makes one from a request's fields and has it checked; compute masks each row of logits
-with it, so that no token is decided that it forbids.
+The gateway makes one from a request's fields and checks it; compute masks each row of logits with it,
+so that no forbidden token is decided.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
@@ -15,8 +15,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", 
 MAX_TEXT = 256 << 10  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(WireStruct, frozen=True):
     """The form that an answer must match, from its first character to its last.
 
     kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex:
@@ -27,13 +26,13 @@ class Constraint:
 
     kind: Kind
     text: str
-    param: str = ""  # the field of the API that asked for it, for errors
-    # keywords of a JSON schema that can't be enforced are passed over, else they are errors
+    param: str = ""  # the API's field that it comes from, for errors
+    # ignore keywords of a JSON schema that can't be enforced; else they are errors
     is_lenient: bool = False
-    # the marker that begins a thought; empty: the prompt has begun it already; the same as the end: no
-    # thought, but a header
+    # the marker that begins a thought; empty: the prompt has begun it; equal to the end: a header
+    # instead of a thought
     thought_begin: str = ""
-    # the marker behind which the answer begins that has to match; empty: nothing is thought before
+    # the marker after which the constrained answer begins; empty: no thought comes before
     thought_end: str = ""
 
     def __post_init__(self) -> None:

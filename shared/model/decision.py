@@ -30,8 +30,8 @@ from shared.model.noise import TAIL_ID, TOKEN, gumbel, log, row_bits, token_bits
 
 DRAW = "gumbel-1"  # the name of this rule: with another the same request has another text
 
-# Sums of which numpy's logarithm finds one the largest by more than this are in that order by ours:
-# both err by less than 10^-14 in numbers of this size.
+# If one sum is the largest by more than this with numpy's logarithm, it is with ours: both err by
+# less than 10^-14 in numbers of this size.
 MARGIN = 1e-9
 
 

@@ -23,12 +23,12 @@ def pack_breakers(breakers: Iterable[tuple[int, ...]]) -> "np.ndarray[Any, np.dt
 
 def unpack_breakers(packed: "np.ndarray[Any, np.dtype[np.int32]]") -> Breakers:
     """Raises Invalid."""
-    found: Breakers = defaultdict(list)
+    breakers: Breakers = defaultdict(list)
     values, at = packed.tolist(), 0
     while at < len(values):
         tokens = values[at + 1 : at + 1 + values[at]]
         if values[at] < 1 or len(tokens) < values[at]:
             raise Invalid("breakers that are cut off")
-        found[tokens[0]].append(tuple(tokens[1:]))
+        breakers[tokens[0]].append(tuple(tokens[1:]))
         at += 1 + values[at]
-    return dict(found)
+    return dict(breakers)

@@ -100,12 +100,12 @@ class ModelFiles:
     @property
     def pooling(self) -> Literal["", "mean", "last", "cls"]:
         """How the model makes one vector of a text, as sentence-transformers wrote it down; empty:
-        nobody did."""
-        said = _read_json(self.folder / "1_Pooling" / "config.json") or {}
+        there is none."""
+        described = _read_json(self.folder / "1_Pooling" / "config.json") or {}
         names: dict[str, Literal["mean", "last", "cls"]] = {
             "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls",
         }  # fmt: skip
-        return next((pooling for name, pooling in names.items() if said.get(name) is True), "")
+        return next((pooling for name, pooling in names.items() if described.get(name) is True), "")
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
         _check_weights(folder)
     names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
     generation = _read_json(folder / "generation_config.json") or {}
-    if file is not None:  # whose metadata seldom says how to sample: a file beside it does
+    if file is not None:  # its metadata seldom says how to sample; a file next to it does
         generation |= _read_json(file.parent / "generation_config.json") or {}
     mmproj, vision_folder = _mmproj(file, config["hidden_size"]) if file is not None else (None, None)
     vision_folder = vision_folder or folder
@@ -207,7 +207,7 @@ def _check_added_tokens(folder: Path) -> None:
         try:
             count = (folder / name).read_bytes().count(b'"content"')
         except OSError:
-            continue  # whoever needs it says so
+            continue  # its reader raises the error
         if count > MAX_ADDED_TOKENS:
             raise StartupError(f"{folder / name} adds {count} tokens to the vocabulary; at most {MAX_ADDED_TOKENS} are taken")
 

@@ -62,8 +62,8 @@ class Alternation:
 @dataclass(frozen=True, slots=True, eq=False)
 class Repetition:
     node: "Node"
-    least: int
-    most: int | None
+    low: int
+    high: int | None
 
 
 Node = Letters | SpecialToken | Reference | Concatenation | Alternation | Repetition
@@ -84,7 +84,7 @@ class GbnfReader:
         self.references: list[tuple[str, int]] = []  # and where they stand
 
     def rules(self) -> dict[str, Node]:
-        found: dict[str, Node] = {}
+        rules: dict[str, Node] = {}
         self.skip(SPACE_AND_LINES)
         while self.at < len(self.text):
             name = self.matched(NAME, "the name of a rule")[0]
@@ -92,16 +92,16 @@ class GbnfReader:
             if not self.next("::="):
                 raise self.error(f"expected ::= behind the rule's name {name}")
             self.skip(SPACE_AND_LINES)
-            found[name] = self.options(is_nested=False)
+            rules[name] = self.options(is_nested=False)
             if self.at < len(self.text) and not LINE_END.match(self.text, self.at):
                 raise self.error(f"the rule {name} can't go on with {self.text[self.at]!r}")
             self.skip(SPACE_AND_LINES)
         for name, at in self.references:
-            if name not in found:
+            if name not in rules:
                 raise self.error(f"there is no rule {name}", at)
-        if "root" not in found:
+        if "root" not in rules:
             raise Invalid("there is no rule root, with which an answer begins")
-        return found
+        return rules
 
     def error(self, problem: str, at: int | None = None) -> Invalid:
         before = self.text[: self.at if at is None else at]
@@ -109,9 +109,9 @@ class GbnfReader:
         return Invalid(f"line {len(line_ends) + 1}, column {len(before) - (line_ends[-1].end() if line_ends else 0) + 1}: {problem}")
 
     def skip(self, space: re.Pattern[str]) -> None:
-        found = space.match(self.text, self.at)
-        assert found is not None
-        self.at = found.end()
+        match = space.match(self.text, self.at)
+        assert match is not None
+        self.at = match.end()
 
     def next(self, text: str) -> bool:
         """Go on behind the text if it is next."""
@@ -121,11 +121,11 @@ class GbnfReader:
         return False
 
     def matched(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise self.error(f"expected {expected}")
-        self.at = found.end()
-        return found
+        self.at = match.end()
+        return match
 
     def options(self, *, is_nested: bool) -> Node:
         self.depth += 1
@@ -185,8 +185,8 @@ class GbnfReader:
         if letter != "{":
             return None
         begin = self.at
-        least, comma, most = self.matched(TIMES, "a repetition: {n}, {n,} or {n,m}").groups()
-        low, high = int(least), int(most) if most is not None else None if comma else int(least)
+        first, comma, last = self.matched(TIMES, "a repetition: {n}, {n,} or {n,m}").groups()
+        low, high = int(first), int(last) if last is not None else None if comma else int(first)
         if high is not None and high < low:
             raise self.error(f"the repetition's end {high} is before its beginning {low}", begin)
         if max(low, high or 0) > MAX_TIMES:

@@ -64,7 +64,7 @@ class Regular:
         return MAX_LETTERS + 1  # a token
 
     def in_runs(self, node: Node) -> Node:
-        """The node, in which regular parts beside each other are one part."""
+        """The node, in which adjacent regular parts are one."""
         match node:
             case Concatenation(nodes) if self.size(node) > MAX_LETTERS:
                 runs: list[list[Node]] = []
@@ -78,8 +78,8 @@ class Regular:
                 return Concatenation(tuple(run[0] if len(run) == 1 else Concatenation(tuple(run)) for run in runs))
             case Alternation(nodes):
                 return Alternation(tuple(map(self.in_runs, nodes)))
-            case Repetition(inner, least, most):
-                return Repetition(self.in_runs(inner), least, most)
+            case Repetition(inner, low, high):
+                return Repetition(self.in_runs(inner), low, high)
         return node
 
 
@@ -129,7 +129,7 @@ class Lexing:
     def too_long(self) -> set[Node]:
         """The lexemes that could take away what must follow another. Raises TooMuch."""
         self._follow()
-        found: set[Node] = set()
+        nodes: set[Node] = set()
         begins = self._ends["root"].first
         self._step(len(begins) ** 2)
         ahead = [(one, other) for one in begins for other in begins]
@@ -140,13 +140,13 @@ class Lexing:
             longer, have_text_in_common = self._compare(one, other)
             self._step(len(self._next[one]) if longer else 0)
             if longer and any(meet(longer, self._automaton(each).letters[place]) for each in self._next[one] for place in self._first(each)):
-                found.add(other)
+                nodes.add(other)
             if have_text_in_common:
                 self._step(len(self._next[one]) * len(self._next[other]))
                 pairs = {(a, b) for a in self._next[one] for b in self._next[other]} - seen
                 seen |= pairs
                 ahead += pairs
-        return found
+        return nodes
 
     def _step(self, count: int = 1) -> None:
         self._num_steps += count
@@ -206,11 +206,11 @@ class Lexing:
             case Reference(name):
                 references.add(name)
                 return self._ends.get(name, Ends(False, NOTHING, NOTHING))
-            case Repetition(inner, least, most):
-                ends = self._ends_of(inner, links, references) if most != 0 else Ends(True, NOTHING, NOTHING)
-                if most is None or most > 1:
+            case Repetition(inner, low, high):
+                ends = self._ends_of(inner, links, references) if high != 0 else Ends(True, NOTHING, NOTHING)
+                if high is None or high > 1:
                     self._link(ends.last, ends.first, links)
-                return Ends(ends.is_nullable or least == 0, ends.first, ends.last)
+                return Ends(ends.is_nullable or low == 0, ends.first, ends.last)
             case Concatenation(nodes):
                 all_ends = Ends(True, NOTHING, NOTHING)
                 for each in nodes:
@@ -268,8 +268,8 @@ class PositionAutomaton:
                 return Span(False, place, place)
             case Reference(name):
                 return self.span(self.rules[name])
-            case Repetition(inner, least, most):
-                return self.repeated(self.span(inner), least, most) if most != 0 else Span(True)
+            case Repetition(inner, low, high):
+                return self.repeated(self.span(inner), low, high) if high != 0 else Span(True)
             case Alternation(nodes):
                 some = [self.span(each) for each in nodes]
                 return Span(any(each.is_nullable for each in some), union(each.first for each in some), union(each.last for each in some))
@@ -280,10 +280,10 @@ class PositionAutomaton:
                 return made
         raise AssertionError(node)
 
-    def repeated(self, span: Span, least: int, most: int | None) -> Span:
-        if most is None or most > 1:
+    def repeated(self, span: Span, low: int, high: int | None) -> Span:
+        if high is None or high > 1:
             self.link(span, span)
-        return Span(span.is_nullable or least == 0, span.first, span.last)
+        return Span(span.is_nullable or low == 0, span.first, span.last)
 
     def joined(self, one: Span, other: Span) -> Span:
         self.link(one, other)
@@ -330,8 +330,8 @@ class Writer:
         match node:
             case Reference(name):
                 return self.rule(name)
-            case Repetition(inner, least, most):
-                return f"({self.written(inner)}){times(least, most)}" if most != 0 else EMPTY
+            case Repetition(inner, low, high):
+                return f"({self.written(inner)}){times(low, high)}" if high != 0 else EMPTY
             case Concatenation(nodes):
                 return f"({' '.join(map(self.written, nodes))})" if nodes else EMPTY
             case Alternation(nodes):
@@ -359,8 +359,8 @@ class Writer:
         return f"<[{'^' if token.is_other else ''}{token_id}]>"
 
 
-def times(least: int, most: int | None) -> str:
-    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most), f"{{{least},{'' if most is None else most}}}")
+def times(low: int, high: int | None) -> str:
+    return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")
 
 
 def expressed(node: Node, rules: Mapping[str, Node]) -> str:
@@ -370,8 +370,8 @@ def expressed(node: Node, rules: Mapping[str, Node]) -> str:
             return f"[{classed(ranges)}]"
         case Reference(name):
             return expressed(rules[name], rules)
-        case Repetition(inner, least, most):
-            return f"(?:{expressed(inner, rules)}){times(least, most)}" if most != 0 else ""
+        case Repetition(inner, low, high):
+            return f"(?:{expressed(inner, rules)}){times(low, high)}" if high != 0 else ""
         case Alternation(nodes):
             return f"(?:{'|'.join(expressed(each, rules) for each in nodes)})"
         case Concatenation(nodes):

@@ -170,7 +170,7 @@ def _json_schema(constraint: Constraint, _: Mapping[str, int] | None) -> str:
         raise Invalid("it matches nothing" if schema is False else "a JSON schema is an object")
     options = JSON_OPTIONS | (LENIENT_OPTIONS if constraint.is_lenient else {})
     own = schema.get("x-guidance")
-    # which a pattern, be it ours, would overrule
+    # a pattern, ours too, would override it
     if isinstance(own, dict) and "whitespace_flexible" in own:
         del options["whitespace_pattern"]
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)  # type: ignore[arg-type]

@@ -16,12 +16,12 @@ class TooDeep(ValueError):
     """A value is nested deeper than it may be."""
 
 
-def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
+def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> None:
     """Raises TooDeep. In time linear in the value's size."""
     level, depth = [value] if isinstance(value, dict | list) else [], 0
     while level:
-        if (depth := depth + 1) > most:
-            raise TooDeep(f"nested deeper than {most} levels")
+        if (depth := depth + 1) > max_depth:
+            raise TooDeep(f"nested deeper than {max_depth} levels")
         level = [item for each in level for item in (each.values() if type(each) is dict else each) if type(item) is dict or type(item) is list]
 
 

@@ -77,13 +77,13 @@ def token_bits(states: Array, token_ids: Array) -> Array:
 
 
 def unit(bits: Array) -> Array:
-    """The upper 52 bits as a number between 0 and 1, neither of which it ever is: (b + 1/2) / 2^52.
+    """The upper 52 bits as a number in the open interval (0, 1): (b + 1/2) / 2^52.
     uint64 to float64."""
     words = bits >> _12
     words |= _ONE
-    found: Array = words.view(np.float64)
-    found -= _BELOW_ONE
-    return found
+    uniform: Array = words.view(np.float64)
+    uniform -= _BELOW_ONE
+    return uniform
 
 
 def uniform(seeds: Array, positions: Array, purpose: int) -> Array:
@@ -106,11 +106,11 @@ def log(x: Array) -> Array:
     for coefficient in ATANH[1:]:
         p = p * z + coefficient
     s = s + s
-    found: Array = k * LN_2 + (s + s * (z * p))
-    return found
+    logarithm: Array = k * LN_2 + (s + s * (z * p))
+    return logarithm
 
 
 def gumbel(u: Array) -> Array:
     """Standard Gumbel noise of uniform numbers from `unit`: -ln(-ln u), from -3.6 to 36.7."""
-    found: Array = -log(-log(u))
-    return found
+    noise: Array = -log(-log(u))
+    return noise

@@ -1,5 +1,5 @@
 """A prediction of an answer, as OpenAI's field `prediction` gives one: which of its tokens come in the
-answer is a function of the two, whoever computes it."""
+answer is a function of the two alone."""
 
 from collections import deque
 
@@ -36,9 +36,9 @@ class PredictionFollower:
         other.num_accepted, other._place, other._last = self.num_accepted, self._place, self._last.copy()
         return other
 
-    def expected(self, most: int) -> list[int]:
-        """The tokens that come next, if the prediction holds."""
-        return self.token_ids[self._place : self._place + most]
+    def expected(self, count: int) -> list[int]:
+        """Up to count tokens that come next, if the prediction holds."""
+        return self.token_ids[self._place : self._place + count]
 
     def _find(self) -> None:
         last, at, end = list(self._last), max(self._place, SYNC - 1), self._place + WINDOW

@@ -1,5 +1,5 @@
 """The names of the KV cache's blocks: a hash of a block's tokens, chained to its parent's, from a
-root. Compute finds blocks by them, and a tokenizer who has a prompt's."""
+root. Compute finds blocks by them, and a tokenizer the replica that has a prompt's."""
 
 import hashlib
 from array import array
@@ -12,10 +12,10 @@ HINT_BYTES = 8  # of a hash, in the sets by which tokenizers choose a replica
 @lru_cache(maxsize=1024)
 def prefix_root(fingerprint: str, *, salt: str = "") -> bytes:
     """The hash that stands before a sequence's first block: of all that decides the bytes of its
-    keys and values beside its tokens, and of who may share them.
+    keys and values apart from its tokens, and of who may share them.
 
-    fingerprint: of the model and its arithmetic (Fingerprint.kv); salt: the client's. Each comes
-    with its length, so that no two of them can be read as another two.
+    fingerprint: of the model and its arithmetic (Fingerprint.kv); salt: the client's. Each is
+    hashed with its length, so that no other pair gives the same bytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in (fingerprint, salt):
@@ -31,8 +31,8 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 def segment_root(root: bytes, position: int, seen: Sequence[bytes]) -> bytes:
     """The hash that stands before a segment's first block (segments.py). position: of its first
-    token; seen: the hashes of the last blocks of what it sees. What sees nothing and stands at the
-    beginning is a prompt like any other."""
+    token; seen: the hashes of the last blocks of the segments that it sees. One that sees none and
+    begins at position 0 has the root of an ordinary prompt."""
     if position == 0 and not seen:
         return root
     return hashlib.blake2b(b"".join([root, position.to_bytes(8, "little"), *seen]), digest_size=16, person=b"segment").digest()

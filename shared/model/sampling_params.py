@@ -6,8 +6,10 @@ candidates/ (its effect), and in the schemas of services/requests (its name in t
 """
 
 import math
-from dataclasses import dataclass, field
 
+from msgspec import field
+
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 MAX_LOGPROBS = 20
@@ -27,7 +29,8 @@ MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multipli
 MAX_BREAKERS = 32  # dry_sequence_breakers
 MAX_BREAKER_LENGTH = 40  # characters
 
-# Least and largest value of a field that is a number, by its name in the API. (docs/reference/api.md is made of it.)
+# The smallest and the largest value of each numeric field, by its name in the API. docs/reference/api.md
+# is made of it.
 BOUNDS: dict[str, tuple[float, float]] = {
     "max_tokens": (0, MAX_TOKENS),
     "min_tokens": (0, MAX_TOKENS),
@@ -55,16 +58,15 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DryParams:
-    """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would go on with a
-    repetition of L tokens that are there already, L at least allowed_length, loses multiplier *
+class DryParams(WireStruct, frozen=True):
+    """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would continue a
+    repetition of L earlier tokens, L at least allowed_length, loses multiplier *
     base^(L - allowed_length) of its logit. A repetition does not reach over a breaker."""
 
     multiplier: float
     base: float = 1.75
     allowed_length: int = 2
-    penalty_last_n: int = -1  # tokens that are looked at, the prompt's among them; -1: all
+    penalty_last_n: int = -1  # how many of the last tokens are searched, the prompt's included; -1: all
     sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
 
     def __post_init__(self) -> None:
@@ -74,9 +76,8 @@ class DryParams:
             raise Invalid(f"dry_sequence_breakers takes at most {MAX_BREAKERS} strings of 1 to {MAX_BREAKER_LENGTH} characters", param="dry_sequence_breakers")
 
 
-@dataclass(frozen=True, slots=True)
-class ChainParams:
-    """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in
+class ChainParams(WireStruct, frozen=True):
+    """llama.cpp's samplers other than top-k, top-p and min-p. A request with any of them is sampled in
     llama.cpp's order, in which temperature comes last (services/compute/candidates/chain.py)."""
 
     top_n_sigma: float = 0.0  # 0: off
@@ -92,7 +93,7 @@ class ChainParams:
 
     @property
     def is_on(self) -> bool:
-        """Whether any of them does anything."""
+        """Whether any of them has an effect."""
         has_xtc = self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
         return self.top_n_sigma > 0.0 or self.typical_p < 1.0 or has_xtc or self.dynatemp_range > 0.0
 
@@ -107,20 +108,19 @@ def check_stop(stop: tuple[str, ...]) -> None:
             raise Invalid(f"stop takes strings of 1 to {MAX_STOP_LENGTH} characters, got {got}", param="stop")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(WireStruct, frozen=True):
     """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding, and so is
     a top_p of 0: the likeliest token alone reaches that share."""
 
-    # None until the tokenizer fills in what the model's length leaves; 0: the request ends after
-    # its prompt
+    # None until the tokenizer sets it to what the model's length leaves; 0: the request ends after its
+    # prompt
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # [0, 2^64); the gateway draws one for a request that names none
+    seed: int = 0  # [0, 2^64); the gateway draws one if the request has none
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -128,18 +128,18 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    # None: off; 0: of the chosen token only; n: the n likeliest beside it
+    # None: off; 0: of the chosen token only; n: and of the n likeliest
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens after the first
-    allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all
-    bad_words: tuple[str, ...] = ()  # that the answer must not hold
-    # how the model spells them, with a space before and without; the tokenizer fills them in
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first
+    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; empty: all
+    bad_words: tuple[str, ...] = ()  # the answer must not contain these
+    # their tokens, with a space before and without; the tokenizer sets them
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    skip_special_tokens: bool = True  # in the text; False: they are spelt out
+    skip_special_tokens: bool = True  # of the text; False: they are written
     dry: DryParams | None = None  # None: off
     chain: ChainParams | None = None  # None: off
     include_stop_str_in_output: bool = False
-    returns_prompt_token_ids: bool = False  # the request's first event brings them
+    returns_prompt_token_ids: bool = False  # in the request's first event
 
     def __post_init__(self) -> None:
         for name in (
@@ -176,7 +176,7 @@ class SamplingParams:
 
 def _check(name: str, value: float | None) -> None:
     """Raises Invalid for a value beyond the field's bounds."""
-    if name in ("logprobs", "prompt_logprobs") and value == -1:  # vLLM's word for it, which its own servers refuse unless they were started otherwise
+    if name in ("logprobs", "prompt_logprobs") and value == -1:  # vLLM's value for it, which its servers refuse by default
         raise Invalid(f"{name} -1, the whole vocabulary, is not available: at most {MAX_LOGPROBS} of each token", param=name)
     _between(name, value, *BOUNDS[name])
 

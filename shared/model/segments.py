@@ -1,11 +1,11 @@
-"""Segments: a prompt of parts that do not all see each other.
+"""Segments: parts of a prompt that do not all see each other.
 
-A segment sees some of those before it, and itself. Its positions are its own: they need not go on
-from the segment before. So its keys and values depend on what it sees and where it stands, and on
-nothing else of the prompt: they are found again in any prompt that has it.
+A segment sees some of those before it, and itself. Its positions are its own: they need not continue
+those of the segment before. So its keys and values depend only on its position and on the segments
+that it sees, and any prompt that has these can reuse them.
 
-In a KV cache each segment begins a block. The positions that its last block has left are holes,
-which nobody sees. The answer goes on behind the last segment, which sees all.
+In a KV cache each segment begins a block. The positions that remain in its last block are holes,
+which no token sees. The answer follows the last segment, which sees all.
 """
 
 from bisect import bisect_right
@@ -16,17 +16,17 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shared.model.prefix_hash import block_hash, segment_root
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
-HOLE = -2  # in the place of a token
-# slots: segments begin at multiples of it, whatever the block size, so that the same prompt has the
-# same sums everywhere. Block sizes are its divisors where there are segments
+HOLE = -2  # instead of a token id
+# slots: segments begin at multiples of it with any block size, so that the same prompt has the same
+# sums everywhere. With segments, block sizes are its divisors
 SEGMENT_MULTIPLE = 16
 MAX_SEGMENTS = 512  # of a prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(WireStruct, frozen=True):
     """A part of a prompt."""
 
     num_tokens: int
@@ -35,7 +35,7 @@ class Segment:
 
 
 def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
-    """Raises Invalid for what is not the segments of a prompt of so many tokens."""
+    """Raises Invalid if these are not the segments of a prompt of so many tokens."""
     if len(segments) > MAX_SEGMENTS:
         raise Invalid(f"at most {MAX_SEGMENTS} segments, got {len(segments)}")
     for number, segment in enumerate(segments):
@@ -122,13 +122,13 @@ class Layout:
         return self.starts[number] + self.segments[number].num_tokens
 
     def skip_holes(self, slot: int) -> int:
-        """The slot, or the next that is no hole."""
+        """The slot, or the next one that is not a hole."""
         number = self.at(slot)
         is_hole = number < len(self.segments) - 1 and slot >= self.end(number)
         return self.starts[number + 1] if is_hole else slot
 
     def num_tokens_in(self, num_slots: int) -> int:
-        """How many of the first slots are no holes."""
+        """How many of the first num_slots slots are not holes."""
         number = self.at(num_slots)
         before = sum(each.num_tokens for each in self.segments[:number])
         own = num_slots - self.starts[number]

@@ -118,11 +118,11 @@ class _Writer:
 
     def tags_with_separator(self, value: dict[str, Any], depth: int) -> str:
         tag = self.rule(" | ".join(self.tag(each, "", depth) for each in _objects(value, "tags")))
-        most = value.get("max_tags")
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_TAGS):
+        max_tags = value.get("max_tags")
+        if max_tags is not None and (isinstance(max_tags, bool) or not isinstance(max_tags, int) or not 1 <= max_tags <= MAX_TAGS):
             raise Invalid(f"max_tags is a number from 1 to {MAX_TAGS}")
-        times = "*" if most is None else f"{{0,{most - 1}}}"
-        more = "" if value.get("stop_after_first") or most == 1 else f" ({self.text(_get(value, 'separator', str))} {tag}){times}"
+        times = "*" if max_tags is None else f"{{0,{max_tags - 1}}}"
+        more = "" if value.get("stop_after_first") or max_tags == 1 else f" ({self.text(_get(value, 'separator', str))} {tag}){times}"
         return f"({tag}{more})" if value.get("at_least_one") else f"({tag}{more})?"
 
     def schema(self, schema: Any) -> str:
@@ -134,7 +134,7 @@ class _Writer:
         if not isinstance(own, dict):
             raise Invalid("x-guidance is an object")
         options = {**self.json_options, **own}
-        if "whitespace_flexible" in own:  # which a pattern, be it ours, would overrule
+        if "whitespace_flexible" in own:  # a pattern, ours too, would override it
             options.pop("whitespace_pattern", None)
         return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
@@ -148,8 +148,8 @@ class _Writer:
         """A text as it is spelt, its special tokens as tokens; nothing for none."""
         parts, rest = [], text
         while rest:
-            found = [(rest.find(name), -len(name), name) for name in self.special_tokens if name in rest]
-            at, _, name = min(found, default=(len(rest), 0, ""))
+            names = [(rest.find(name), -len(name), name) for name in self.special_tokens if name in rest]
+            at, _, name = min(names, default=(len(rest), 0, ""))
             parts += [json.dumps(rest[:at], ensure_ascii=False)] if at else []
             parts += [f"<[{self.special_tokens[name]}]>"] if name else []
             rest = rest[at + len(name) :]
@@ -176,7 +176,7 @@ def _get(value: Any, name: str, kind: type) -> Any:
 
 
 def _objects(value: Any, name: str) -> list[dict[str, Any]]:
-    found = _get(value, name, list)
-    if not found or not all(isinstance(each, dict) for each in found):
+    items = _get(value, name, list)
+    if not items or not all(isinstance(each, dict) for each in items):
         raise Invalid(f"{name} takes objects, at least one")
-    return list(found)
+    return list(items)

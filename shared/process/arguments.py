@@ -14,7 +14,7 @@ NULLABLE = re.compile(r"\{(.*),null\}")
 TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "PATH", "list[str]": "TEXT"}
 
 
-class Parser(argparse.ArgumentParser):
+class CommandLineParser(argparse.ArgumentParser):
     """An argparse parser that takes flags by their whole names only, and is brief about
     mistakes."""
 
@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def _explain(self, message: str) -> str:
-        if (found := CHOICE.match(message)) is not None:
-            name = found["name"].lower() if found["name"].isupper() else found["name"]
-            return unknown(name, found["given"], [choice.strip("' ") for choice in found["choices"].split(",")])
+        if (match := CHOICE.match(message)) is not None:
+            name = match["name"].lower() if match["name"].isupper() else match["name"]
+            return unknown(name, match["given"], [choice.strip("' ") for choice in match["choices"].split(",")])
         if message.startswith(UNKNOWN):
             first = message.removeprefix(UNKNOWN).split()[0].split("=")[0]
             if first.startswith("-"):

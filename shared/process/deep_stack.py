@@ -1,8 +1,8 @@
-"""Threads with a deep stack, for libraries that call themselves for each reference in a text and end
-the process where the stack ends.
+"""Threads with a deep stack, for libraries that recurse for each reference in a text, and crash the
+process when the stack is full.
 
-Of a grammar of 262,144 characters, all of them a chain of rules, llguidance takes 80 MB of stack. A
-thread has 8 by default, and 2 under some systems' limits; what is not used takes no memory.
+For a grammar of 262,144 characters, a single chain of rules, llguidance takes 80 MB of stack. A
+thread has 8 by default, and 2 on some systems; unused stack takes no memory.
 """
 
 import threading
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """An executor with so many threads, all of which run already."""
+    """An executor with so many threads, all started."""
     pool, begun = ThreadPoolExecutor(count, name), threading.Barrier(count + 1)
-    usual = threading.stack_size(STACK_BYTES)  # of threads that begin from now on
+    usual = threading.stack_size(STACK_BYTES)  # of threads that start from now on
     try:
         for _ in range(count):
             pool.submit(begun.wait)

@@ -11,7 +11,7 @@ PenstockError
 
 import re
 
-# What stands around an error's words: the operating system's number and path, and Redis' address
+# The operating system's number and path, and Redis' address, around an error's words
 NUMBER = re.compile(r"^(\w+: )?\[Errno -?\d+\] |^Error -?\d+ connecting to \S+ ")
 PATHS = re.compile(r": '[^']*'( -> '[^']*')?$")
 
@@ -53,7 +53,7 @@ class Recoverable(PenstockError):
 
 
 class Lost(PenstockError):
-    """A token log with a gap, or one that nobody can read: going on would mean other tokens."""
+    """A token log with a gap, or one that can't be read: continuing would mean other tokens."""
 
 
 class StartupError(PenstockError):

@@ -1,4 +1,5 @@
-"""How much memory a process could still take on this machine, or in its container; and words for where it is too little."""
+"""How much memory a process can still take on this machine or in its container, and an error for
+too little."""
 
 import errno
 import re
@@ -23,7 +24,7 @@ def size_text(num_bytes: float) -> str:
     return f"{number:.3g} {UNITS[power]}" if number < 100 else f"{number:.0f} {UNITS[power]}"
 
 
-# what torch, numpy, C++ and the loader of shared objects say, and how much they wanted
+# errors of torch, numpy, C++ and the loader of shared objects, and the size that they requested
 TOO_LITTLE = re.compile(r"(?:can't|cannot|unable to) (?:allocate|mmap)|bad_alloc|failed to map segment", re.IGNORECASE)
 ASKED_UNITS = (*UNITS, "TiB", "PiB")
 ASKED = re.compile(rf"allocate ([\d.]+) ({'|'.join(ASKED_UNITS)})")
@@ -31,8 +32,8 @@ ASKED = re.compile(rf"allocate ([\d.]+) ({'|'.join(ASKED_UNITS)})")
 
 @contextmanager
 def enough_memory(name: str, advice: str) -> Iterator[None]:
-    """Raise StartupError, in one line, where what is done here does not get the memory that it asks for: trying again would not help. name: of what
-    needs it. advice: what to set."""
+    """Make any failed allocation inside a StartupError of one line: a new start would fail, too. name:
+    of what needs the memory; advice: what to set."""
     try:
         yield
     except Exception as error:
@@ -44,7 +45,7 @@ def enough_memory(name: str, advice: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the system refused memory, in whatever words."""
+    """Whether the error says that the system refused memory."""
     is_refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return is_refused or TOO_LITTLE.search(str(error)) is not None
 
@@ -55,7 +56,7 @@ def allocation_failed(num_bytes: int) -> MemoryError:
 
 
 def total_host_memory() -> int:
-    """Bytes, of this machine or its container."""
+    """The memory of this machine or its container, in bytes."""
     total = int(psutil.virtual_memory().total)
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
@@ -65,17 +66,17 @@ def total_host_memory() -> int:
 
 
 def free_host_memory() -> int:
-    """Bytes."""
+    """The memory that this process can still take, in bytes."""
     available = int(psutil.virtual_memory().available)
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
-    if most != resource.RLIM_INFINITY:
-        available = min(available, max(0, most - psutil.Process().memory_info().vms))
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)  # ulimit -v
+    if limit_bytes != resource.RLIM_INFINITY:
+        available = min(available, max(0, limit_bytes - psutil.Process().memory_info().vms))
     try:
         limit, used, details = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
     except OSError:  # no cgroups here, or an older kind
         return available
     if limit.strip() == "max":
         return available
-    # files read once, as weights are
+    # the page cache of files that were read once, such as weights
     droppable = int(dict(line.split() for line in details.splitlines())["inactive_file"])
     return min(available, int(limit) - int(used) + droppable)

@@ -1,8 +1,8 @@
-"""Values between a process and its helpers: what msgpack has, tuples, arrays of numpy, and objects of
+"""Values between a process and its helpers: those of msgpack, tuples, arrays of numpy, and objects of
 the classes that the reader names.
 
-Reading them runs no code but the constructors of these classes, so a helper that was taken over can
-send a wrong value, and nothing worse. Pickle would run whatever it is told to.
+Reading them runs only the constructors of these classes, so the worst that a compromised helper can
+send is a wrong value. Pickle would run any code.
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgpack
+from msgspec import Struct
+from msgspec.structs import astuple
 from pydantic import BaseModel
 
 TUPLE, ARRAY, OBJECT = 1, 2, 3  # msgpack's extension types
@@ -21,7 +23,8 @@ class Unreadable(Exception):
 
 
 def pack(value: object) -> bytes:
-    """Raises ValueError for a value that is nested too deeply, TypeError for one that has no form."""
+    """The value as bytes. Raises ValueError for a value that is nested too deeply, TypeError for one
+    that has no form."""
     packed: bytes = msgpack.packb(value, default=_packed, strict_types=True)
     return packed
 
@@ -32,23 +35,23 @@ def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
 
     def read(code: int, inner: bytes) -> Any:
         nonlocal depth
-        if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack's own, with a large frame
+        if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack, with a large frame
             raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
-        found = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
+        value = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
         depth -= 1
         if code == TUPLE:
-            return tuple(found)
+            return tuple(value)
         if code == ARRAY:
             import numpy as np
 
-            kind, shape, content = found
+            kind, shape, content = value
             return np.frombuffer(content, np.dtype(kind)).reshape(shape)
-        name, state = found
+        name, state = value
         return _object(by_name[name], state)
 
     try:
         return msgpack.unpackb(data, ext_hook=read, strict_map_key=False)
-    except Exception as error:  # whatever the bytes lead to: they come from a process that may be anybody's
+    except Exception as error:  # any kind: the bytes come from a process that may be taken over
         raise Unreadable(f"{type(error).__name__}: {error}") from None
 
 
@@ -67,9 +70,11 @@ def _packed(value: Any) -> msgpack.ExtType:
 
 
 def _state(value: Any) -> Any:
-    """Return what makes the object again: a model's fields, else the arguments of its class."""
+    """Return the fields of a pydantic model, or the arguments with which its class makes the object."""
     if isinstance(value, BaseModel):
         return [value.__dict__, list(value.model_fields_set), value.__pydantic_private__]
+    if isinstance(value, Struct):
+        return list(astuple(value))
     if is_dataclass(value):
         return [getattr(value, each.name) for each in fields(value)]
     if hasattr(value, "__getnewargs__"):
@@ -80,11 +85,11 @@ def _state(value: Any) -> Any:
 def _object(kind: Any, state: Any) -> Any:
     if not issubclass(kind, BaseModel):
         return kind(*state)
-    found, names, private = state
-    if not found.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
-        raise ValueError(f"fields that a {kind.__name__} has not")
+    values, names, private = state
+    if not values.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
+        raise ValueError(f"fields that a {kind.__name__} does not have")
     made = kind.__new__(kind)
-    whole = {"__dict__": found, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
+    whole = {"__dict__": values, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
     for name, each in whole.items():
         object.__setattr__(made, name, each)
     return made

@@ -1,11 +1,11 @@
-"""Whose work comes first on a busy machine."""
+"""The priority of a process on a busy machine."""
 
 import os
 import time
 from pathlib import Path
 
 AUTOGROUP = Path("/proc/self/autogroup")
-NUM_TRIES = 5  # one process of all may write in a tenth of a second
+NUM_TRIES = 5  # Linux allows one write by all processes in a tenth of a second
 PAUSE_S = 0.1
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import CliSettingsSource, NoDecode, SettingsError
 
-from shared.process.arguments import Parser, add_setting
+from shared.process.arguments import CommandLineParser, add_setting
 from shared.process.errors import StartupError
 from shared.process.group_settings import GroupSettings, RankSettings
 from shared.process.stage_settings import DEFAULT_DATA_DIR, StageSettings
@@ -131,7 +131,7 @@ class GatewaySettings(RequestSettings):
     def check_chaos(self) -> "GatewaySettings":
         if self.chaos_demo and not is_loopback(self.host):
             where = self.host or "every interface"
-            raise ValueError(f"--chaos-demo lets whoever reaches this gateway kill processes: it takes a loopback --host, not {where}")
+            raise ValueError(f"--chaos-demo lets every client of this gateway kill processes: it takes a loopback --host, not {where}")
         return self
 
     @field_validator("allow_origin", mode="before")
@@ -373,7 +373,7 @@ def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed
     StartupError in one line."""
     arguments = sys.argv[1:] if argv is None else argv
     name = settings_type.command
-    parser = Parser(
+    parser = CommandLineParser(
         prog=name, usage=f"{name} [--FLAG VALUE ...]", description=f"{settings_type.__doc__} Every flag can also be set as PENSTOCK_<FLAG> in the environment.",
         epilog=f"examples:\n  {settings_type.examples}",
     )  # fmt: skip

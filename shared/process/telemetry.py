@@ -39,7 +39,7 @@ class EventLogger:
 
 
 class Values(dict[str, Any]):
-    """An event's fields, as the rest of a line for people. A value that there is none of is a
+    """An event's fields, as the rest of a line for people. None is a
     dash."""
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class JsonFormatter(logging.Formatter):
         if isinstance(record.args, tuple) and record.args and isinstance(record.args[-1], Values):
             event, values = str(record.args[0]), record.args[-1]
         own = {"time": time, "level": record.levelname.lower(), "logger": record.name, **self._place, "event": event}
-        said = {**own, **values, **own}
+        fields = {**own, **values, **own}
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str, ensure_ascii=False)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str, ensure_ascii=False)
 
 
 def _plain(value: Any) -> str:

@@ -3,9 +3,9 @@ standard variables name an endpoint.
 
 Without one nothing of OpenTelemetry is imported, and a stage's `tracer` is None. A request carries
 the trace that it belongs to through every stage, as a W3C `traceparent`: its messages outlive their
-replicas, so whoever takes a dead one's work over goes on in the same trace. Spans are recorded when
-they have ended, from times that the stages keep anyway; what a killed replica had not sent is lost
-with it.
+replicas, so a replica that takes over a dead one's work continues the same trace. Spans are recorded
+when they have ended, from times that the stages keep; a killed replica loses those that it has not
+sent.
 """
 
 import atexit
@@ -43,7 +43,7 @@ def first_of(names: tuple[str, ...]) -> str:
 
 
 def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
-    """The tracer that sends the replica's spans; None where nobody wants them. Raises
+    """The tracer that sends the replica's spans; None if no endpoint is set. Raises
     StartupError."""
     endpoint = first_of(ENDPOINTS)
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
@@ -60,30 +60,30 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
 
 
 class Complaints(logging.Handler):
-    """Messages of OpenTelemetry's own loggers, as events of ours: each thing once a minute, where
-    it would say it of every span that it drops."""
+    """Messages of OpenTelemetry's own loggers, as events of ours: each kind once a minute. OpenTelemetry
+    logs one for every span that it drops."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said_at: dict[tuple[str, str], float] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         kind, now = (record.name, str(record.msg)), time.monotonic()
-        if kind in self._said_at and now < self._said_at[kind] + COMPLAIN_EVERY_S:
+        if kind in self._logged_at and now < self._logged_at[kind] + COMPLAIN_EVERY_S:
             return
-        if len(self._said_at) >= MAX_COMPLAINTS:
-            self._said_at.clear()
-        self._said_at[kind] = now
+        if len(self._logged_at) >= MAX_COMPLAINTS:
+            self._logged_at.clear()
+        self._logged_at[kind] = now
         log.warning("trouble with spans", said=record.getMessage()[:MAX_COMPLAINT], error=record.exc_info[1] if record.exc_info else None)
 
 
 def hear_complaints() -> None:
-    """Have OpenTelemetry complain to our log."""
+    """Send OpenTelemetry's warnings to our log."""
     logger = logging.getLogger("opentelemetry")
     if not logger.handlers:
         logger.addHandler(Complaints())
     logger.propagate = False
-    # of clients' headers: they are not ours, nor for the log
+    # warnings about clients' headers do not belong in our log
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
@@ -102,7 +102,7 @@ class Tracer:
         hear_complaints()
         own = {"service.namespace": "penstock", "service.instance.id": replica_id, "service.version": version("penstock")}
         resource = Resource.create(own)
-        # nobody has named it by OpenTelemetry's variables
+        # OpenTelemetry's variables name no service
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": f"penstock-{stage}"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -142,7 +142,7 @@ class Tracer:
 
     def record_root(self, name: str, traceparent: str, started_at: float, ended_at: float, attributes: Attributes, *, link: str) -> None:
         """The root of `trace_of`, which has ended; link: the traceparent of what it was done for.
-        Whoever records it records the same span."""
+        Each recorder makes the same span."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import Link, SpanKind
 

@@ -1,13 +1,13 @@
 """The inside of a helper process: questions from standard input, each answered on standard output.
 
-Each question is answered by a child of its own, forked from a process that has imported what it
-needs and has read no question. So what a question does to a process, the next one does not
-see; and a child that takes too long is killed at the cost of a fork. It has bounds of memory, time
-and files, and may start nothing, unless it is root.
+Each question is answered by a child of its own, forked from a process that has imported the modules
+and has read no question. So a question can't affect the next one, and a child that takes too long is
+killed at the cost of a fork. A child has bounds of memory, time and files, and may start no process,
+unless it is root.
 
-A question is a QUESTION and its bytes; an empty one is answered at once: it tells
-that the process is ready. A reply is a REPLY and a value of plain.py. END ends the question that is being
-answered. The process ends when its owner does, for then its input ends.
+A question is a QUESTION and its bytes; an empty one is answered at once, when the process is ready. A
+reply is a REPLY and a value of plain.py. END ends the question that is being answered. The process
+ends when its owner does, because its input ends then.
 """
 
 import enum
@@ -27,18 +27,18 @@ from typing import NoReturn
 from shared.process.errors import Invalid
 from shared.process.plain import Unreadable, pack, unpack
 
-MEMORY = 512 << 20  # more than what the process has when it begins
-FIRST_FREE = 3  # of file descriptors, behind the standard ones
-MAX_FILES = 64  # open at once, of a child: modules that are imported late
-MAX_ANSWER = 1 << 30  # bytes; the bound on memory is tighter
+MEMORY = 512 << 20  # in addition to what the process has at the start
+FIRST_FREE = 3  # file descriptor, after the standard ones
+MAX_FILES = 64  # that a child may have open: some modules are imported late
+MAX_ANSWER = 1 << 30  # bytes; the bound on memory is lower
 
-QUESTION = struct.Struct("<dQ")  # the seconds that it may take, and the length of what follows
-REPLY = struct.Struct("<BQ")  # the outcome, and the length of what follows
+QUESTION = struct.Struct("<dQ")  # its time limit in s, and the number of bytes that follow
+REPLY = struct.Struct("<BQ")  # the outcome, and the number of bytes that follow
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-OF_PYTHON = ("PYTHON", "LD_LIBRARY_PATH", "DYLD_")  # beginnings of the variables that it needs to find its modules
+OF_PYTHON = ("PYTHON", "LD_LIBRARY_PATH", "DYLD_")  # prefixes of the variables by which it finds its modules
 
 
-END = (-1.0, 0)  # as a QUESTION: the one before is not wanted any more
+END = (-1.0, 0)  # as a QUESTION: it cancels the one before
 
 
 class Outcome(enum.IntEnum):
@@ -49,36 +49,36 @@ class Outcome(enum.IntEnum):
 
 
 def environment() -> dict[str, str]:
-    """A helper's: nothing that its owner knows, such as Redis' password."""
+    """The environment of a helper, without its owner's secrets, such as Redis' password."""
     return ENVIRONMENT | {name: value for name, value in os.environ.items() if name.startswith(OF_PYTHON)}
 
 
 def outcome_of(reply: bytes, kind: int, classes: Iterable[type] = ()) -> object:
-    """A reply's value, an Invalid among them. Raises Unreadable; TimeoutError and EOFError for a
-    child that was killed in time, or died."""
+    """A reply's value, which may be an Invalid. Raises Unreadable; TimeoutError for a child that was
+    killed by its time limit, EOFError for one that died."""
     if kind == Outcome.OUT_OF_TIME:
         raise TimeoutError
     if kind == Outcome.DIED:
         raise EOFError("the child died")
-    found = unpack(reply, classes)
+    value = unpack(reply, classes)
     if kind == Outcome.ANSWER:
-        return found
+        return value
     try:
-        message, param, code, status = found
+        message, param, code, status = value
         return Invalid(message, param=param, code=code, status=status)
     except (TypeError, ValueError) as error:
         raise Unreadable(str(error)) from None
 
 
 def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
-    """Answer until the input ends. What `answer` raises as Invalid is an answer, too. memory: bytes
-    that it may take."""
+    """Answer questions until the input ends. An Invalid that `answer` raises is an answer, too.
+    memory: bytes that a child may take."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the owner has gone: it needs no answer, and no traceback
     sink = os.dup(1)
-    os.dup2(2, 1)  # whatever prints does not print into the answers
+    os.dup2(2, 1)  # so that a print does not go into the answers
     gc.collect()
-    gc.freeze()  # what is shared with the children is not looked through, and so not copied
+    gc.freeze()  # the collector does not touch memory shared with children, so it is not copied
     while head := read(QUESTION.size):
         limit_s, length = QUESTION.unpack(head)
         if (limit_s, length) == END:
@@ -90,11 +90,12 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY) -> None:
 
 
 def read(count: int) -> bytes:
-    """So much of the input; empty at its end. Nothing is read ahead: `ask_child` waits for more."""
-    found = bytearray()
-    while len(found) < count and (piece := os.read(0, count - len(found))):
-        found += piece
-    return bytes(found) if len(found) == count else b""
+    """Read so many bytes of the input; none at its end. It reads nothing ahead: `ask_child` polls the
+    input."""
+    data = bytearray()
+    while len(data) < count and (piece := os.read(0, count - len(data))):
+        data += piece
+    return bytes(data) if len(data) == count else b""
 
 
 def write(sink: int, reply: bytes) -> None:
@@ -109,7 +110,7 @@ def framed(outcome: Outcome, value: object) -> bytes:
 
 
 def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, limit_s: float) -> bytes:
-    """The reply. The child is ended by the time, by END, and by the end of the input."""
+    """The child's reply. The child is killed at its time limit, by END, and at the end of the input."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
@@ -137,12 +138,12 @@ def ask_child(answer: Callable[[bytes], object], question: bytes, memory: int, l
 
 
 def answer_and_exit(answer: Callable[[bytes], object], question: bytes, sink: int, memory: int, limit_s: float) -> NoReturn:
-    """In the child."""
+    """Answer the question, in the child."""
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the next questions are not its own
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # it must not read the next questions
         sink = os.dup2(sink, FIRST_FREE)
-        os.closerange(FIRST_FREE + 1, MAX_FILES)  # nor is what its parent replies to
+        os.closerange(FIRST_FREE + 1, MAX_FILES)  # nor write its parent's replies
         limit(memory, limit_s)
         write(sink, reply_to(answer, question))
         code = 0
@@ -162,15 +163,15 @@ def reply_to(answer: Callable[[bytes], object], question: bytes) -> bytes:
 
 
 def limit(memory: int, limit_s: float) -> None:
-    """memory: bytes beyond what the process has now."""
+    """Set the child's limits. memory: bytes in addition to what the process has now."""
     bounds = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: math.ceil(limit_s) + 1,  # if no parent is left to kill it
+        resource.RLIMIT_CPU: math.ceil(limit_s) + 1,  # in case its parent has died
         resource.RLIMIT_NOFILE: MAX_FILES,
         resource.RLIMIT_NPROC: 0,
     }
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             bounds[resource.RLIMIT_AS] = int(file.read().split()[0]) * resource.getpagesize() + memory
-    for each, most in bounds.items():
-        resource.setrlimit(each, (most, most))
+    for each, value in bounds.items():
+        resource.setrlimit(each, (value, value))

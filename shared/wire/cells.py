@@ -22,7 +22,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, SentinelManagedConnection
 
 from shared.wire.line import DENIED, reason_of
-from shared.wire.redis_urls import Named
+from shared.wire.redis_urls import DiscoveryUrl
 
 TAG = re.compile(rb"^\{[^}]*\}:")
 MOVED = (MovedError, ClusterDownError)  # or its server is cut off from the others
@@ -82,7 +82,7 @@ def without_cell(key: bytes) -> bytes:
 class Nodes:
     """The nodes of a cluster, used like Sentinels: they name the primary of a cell's slot."""
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: DiscoveryUrl) -> None:
         self.named = named
         self.slot: int = key_slot(named.prefix.encode())
         self.addresses = list(named.addresses)  # in the order in which they are asked

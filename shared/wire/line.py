@@ -1,4 +1,5 @@
-"""Line: a connection to Redis that sends commands now and reads their replies later.
+"""RedisConnection: a connection to Redis on which commands are sent now, and their replies are read
+later.
 
 Compute sends a step's candidates and goes on to the next step; it reads the replies when that step is
 done. A blocking read stays open in the same way: its reply comes when there is something to read,
@@ -32,8 +33,8 @@ BLOCKING = ("XREAD", "XREADGROUP")
 SCRIPT_OF_PIPELINE = re.compile(r"\(EVAL -- (\w+)\b")  # in the command that redis-py puts before an error
 
 
-class Line:
-    """Has one connection of its own. Every method raises what redis-py raises; then call `close` and
+class RedisConnection:
+    """One connection of its own. Every method raises what redis-py raises; after that, `close` and
     start over."""
 
     def __init__(self, client: "redis.Redis") -> None:
@@ -114,14 +115,15 @@ class Line:
         return int(self._connection._sock.fileno())
 
     def close(self) -> None:
-        """Close the connection; the next `send` connects again."""
+        """Close the connection; the next `send` opens it again."""
         self._connection.disconnect()
         self._awaited.clear()
         self._scripts.clear()
 
 
-def wait_for_any(lines: Sequence[Line], wait_s: float) -> None:
-    """Wait until a line that awaits a reply has one, wait_s at most. Raises what has_reply raises."""
+def wait_for_any(lines: Sequence[RedisConnection], wait_s: float) -> None:
+    """Wait until one of the connections that await a reply has one, at most wait_s. Raises what
+    has_reply does."""
     awaiting = [line for line in lines if line.num_awaited]
     if not awaiting or any(line.has_reply() for line in awaiting):
         return

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from shared.wire.codec import OwnForm, Wrong
+from shared.process.errors import Invalid
 
 StepPart = Literal["schedule", "forward", "reduce", "publish", "wait"]
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
@@ -21,7 +21,7 @@ _PLACE = re.compile(r"spec_decode_accepted_([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Load(OwnForm):
+class Load:
     """Figures of a replica. None: its stage has no such figure, or not yet. Counters are totals
     since the replica's start. On the wire: a map of the figures that there are."""
 
@@ -89,18 +89,20 @@ class Load(OwnForm):
         return {name: value for name, value in values.items() if value is not None}
 
     def packed(self) -> dict[str, float]:
+        """Itself, as it is on the wire."""
         parts = {f"step_{part}_s": seconds for part, seconds in self.step_s.items()}
         places = {f"spec_decode_accepted_{place}": count for place, count in self.accepted_by_place.items()}
         return self.figures() | parts | places | {f"iteration_tokens_{end}": count for end, count in self.steps_by_tokens.items()}
 
     @classmethod
     def unpacked(cls, value: Any) -> Load:
+        """The load that is such a map on the wire. Raises Invalid."""
         if not isinstance(value, dict):
-            raise Wrong("expected a map")
+            raise Invalid("replica.load: expected a map")
         figures: dict[str, Any] = {name: _number(value, name) for name in SCALARS if name in value}
         step_s = {part: _number(value, name) for part in STEP_PARTS if (name := f"step_{part}_s") in value}
-        buckets = {found[1]: _number(value, name) for name in value if isinstance(name, str) and (found := _BUCKET.fullmatch(name))}
-        places = {found[1]: _number(value, name) for name in value if isinstance(name, str) and (found := _PLACE.fullmatch(name))}
+        buckets = {match[1]: _number(value, name) for name in value if isinstance(name, str) and (match := _BUCKET.fullmatch(name))}
+        places = {match[1]: _number(value, name) for name in value if isinstance(name, str) and (match := _PLACE.fullmatch(name))}
         return cls(**figures, step_s=step_s, steps_by_tokens=buckets, accepted_by_place=places)
 
 
@@ -110,5 +112,5 @@ SCALARS = tuple(each.name for each in fields(Load) if each.default is None)
 def _number(values: dict[Any, Any], name: str) -> float:
     value = values[name]
     if type(value) not in (float, int) or not math.isfinite(value):
-        raise Wrong(f"expected {name} to be a finite number, got {value!r:.20}")
+        raise Invalid(f"replica.load: expected {name} to be a finite number, got {value!r:.20}")
     return value  # type: ignore[no-any-return]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
+from msgspec import field
 
 from shared.model.arrays import Float32Array, Int32Array
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(WireStruct, frozen=True):
     """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of
     token r + 1: nothing predicts the first."""
 
@@ -40,16 +39,14 @@ class PromptLogprobs:
         return len(self.top_token_ids) // max(len(self.logprobs), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TopLogprob:
+class TopLogprob(WireStruct, frozen=True):
     token: str
     raw: bytes
     logprob: float
     token_id: int = -1  # -1: an older sender's
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(WireStruct, frozen=True):
     """A released token's logprob, and the likeliest alternatives'."""
 
     token: str

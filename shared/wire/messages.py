@@ -1,32 +1,30 @@
-"""Every message that crosses a process, and the one way to bytes and back: `encode` and `decode`.
+"""Every message between processes, and its bytes: `encode` and `decode`.
 
-A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array
+A message is a WireStruct. On the wire it is a msgpack array
 `[tag, version, field, …]` in the order of its fields; arrays travel as raw little-endian bytes. A
 field is only ever appended, with a default: an older message then decodes with the default.
-`decode` checks every field's type and says which one was wrong. docs/understand/protocol.md says who sends
-what.
+`decode` checks the type of every field, and its errors name the field. docs/understand/protocol.md
+says which stage sends which message.
 """
 
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-import msgpack
 import numpy as np
+from msgspec import Raw, field
 
 from shared.model.arrays import Float32Array, Float64Array, Int32Array, UInt8Array
 from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment, check_segments
-from shared.model.vision.images import MAX_IMAGES, PromptImage
+from shared.model.vision.images import MAX_IMAGES, Image, PromptImage
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
-from shared.wire.codec import converted, map_unpacker, packer, unpacker
-from shared.wire.images import ContentPart, EncodeImage
+from shared.wire.codec import from_bytes, packer, to_bytes
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
-from shared.wire.prompt_modules import PromptModule
 from shared.wire.replica import Replica
 from shared.wire.views import ComputeView
 
@@ -34,8 +32,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 Task = Literal["generate", "tokenize", "detokenize", "describe", "render"]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(WireStruct, frozen=True):
     """A call of a function, in an assistant's message."""
 
     call_id: str
@@ -44,22 +41,27 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
+class ContentPart(WireStruct, frozen=True):
+    """A part of a message with images: a text, or an image."""
+
+    text: str = ""
+    image: Image | None = None
+
+
+class ChatMessage(WireStruct, frozen=True):
     """One message of a conversation."""
 
     role: str
-    content: str  # of one with images, its texts
+    content: str  # if it has images, only its texts
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # in a tool's answer: the call
+    tool_call_id: str | None = None  # of a tool's answer: the call that it answers
     reasoning: str | None = None  # the assistant's thoughts before the content
     parts: tuple[ContentPart, ...] = ()  # instead of the content, where there are images
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """Further inputs of a chat template. Empty: none."""
+class ChatOptions(WireStruct, frozen=True):
+    """Further inputs of a chat template; an empty text is not given to it."""
 
     tools: str = ""  # JSON, a list in OpenAI's form
     documents: str = ""  # JSON, a list of objects
@@ -69,24 +71,22 @@ class ChatOptions:
     continue_final_message: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulingParams:
-    """How a request is to be scheduled."""
+class SchedulingParams(WireStruct, frozen=True):
+    """Scheduling of a request."""
 
     priority: int = 0  # smaller is sooner
-    deadline_at: float = 0.0  # wall clock, s: not begun by then, it fails; 0: none
+    deadline_at: float = 0.0  # wall clock, s: a request that has not begun by then fails; 0: no deadline
     group_id: str = ""  # requests of one group and one prompt are its choices, and share its KV
     cache_salt: str = ""  # only requests of one salt share cached prefixes
     tenant_id: str = ""  # the owner: tenants share compute's places
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingParams:
+class EmbeddingParams(WireStruct, frozen=True):
     """Parameters by which a prompt's hidden states become one vector."""
 
-    # of all tokens, the last, or the first; empty: what the model was made for
+    # the mean of all tokens, the last, or the first; empty: what the model was trained for
     pooling: Literal["", "mean", "last", "cls"] = ""
-    dimensions: int | None = None  # keep only the first so many numbers, of models made for it
+    dimensions: int | None = None  # keep only the first so many numbers, if the model was trained for that
     is_normalized: bool = True  # scale to length 1
 
     def __post_init__(self) -> None:
@@ -94,16 +94,16 @@ class EmbeddingParams:
             raise Invalid(f"dimensions must be at least 1, got {self.dimensions}", param="dimensions")
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingParams:
+class EncodingParams(WireStruct, frozen=True):
     """How a prompt becomes tokens."""
 
-    # a BOS and the like; None: for a plain prompt, but not for a conversation, whose template
-    # brings its own
+    # a BOS and the like; None: yes for a plain prompt, no for a conversation, whose template writes
+    # its own
     add_special_tokens: bool | None = None
-    # special tokens that users spelt; None: for a plain prompt; in a conversation they are text
+    # special tokens that are spelt in the text; None: yes for a plain prompt; in a conversation they
+    # are text
     parse_special_tokens: bool | None = None
-    # keep the last so many tokens; -1: as many as leave room for max_tokens
+    # keep the last so many tokens; -1: as many as fit with max_tokens
     truncate_prompt_tokens: int | None = None
     # for the task "tokenize": return the tokens' texts in the vocabulary, too
     return_token_strs: bool = False
@@ -111,14 +111,30 @@ class EncodingParams:
     keeps_beginning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A client asked for one continuation, for one embedding, or for something else that takes a
-    tokenizer. Exactly one of messages, prompt and prompt_token_ids is set (of a task "describe",
-    none)."""
+class ModulePart(WireStruct, frozen=True):
+    """A part of a prompt module: the tokens of a text, or an argument."""
+
+    position: int  # of its first token, counted from the first module's
+    token_ids: Int32Array  # empty for an argument
+    parameter: str = ""  # an argument's name
+    argument: str = ""  # its text
+    max_tokens: int = 0  # of an argument
+
+
+class PromptModule(WireStruct, frozen=True):
+    """A module of a prompt: a text with arguments, whose keys and values prompts share."""
+
+    name: str
+    end: int  # the position after it, counted from the first module's
+    parts: tuple[ModulePart, ...]
+
+
+class GenerateRequest(WireStruct, frozen=True):
+    """A request for one continuation, one embedding, or an answer of the tokenizer. Exactly one of
+    messages, prompt and prompt_token_ids is set; none for the task "describe"."""
 
     request_id: str
-    gateway_id: str | None  # the gateway that gets the events; None: the log is enough
+    gateway_id: str | None  # the gateway that gets the events; None: only the log gets them
     model: str
     params: SamplingParams
     messages: tuple[ChatMessage, ...] | None = None
@@ -130,20 +146,26 @@ class GenerateRequest:
     constraint: Constraint | None = None  # the form that the answer must match
     chat: ChatOptions = ChatOptions()
     encoding: EncodingParams = EncodingParams()
-    # tasks other than generate end with the tokenizer's answer, JSON in the text of their one event
+    # all tasks but generate end with the tokenizer's answer: JSON, in the text of their one event
     task: Task = "generate"
-    embedding: EmbeddingParams | None = None  # set: make the prompt's embedding, and no token
+    embedding: EmbeddingParams | None = None  # if set, the answer is the prompt's embedding
     traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
     # for an embedding: a second text after the prompt; the model's tokenizer joins the two
     pair: str | None = None
-    prediction: str = ""  # the answer, as the client expects it
-    # stand at the beginning of the prompt, or of the first user's message
+    prediction: str = ""  # the answer that the client expects; empty: none
+    # at the beginning of the prompt, or of the first user message
     modules: tuple[PromptModule, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedRequest:
-    """The prompt is token ids that fit the model, and params.max_tokens is set."""
+class EncodeImage(WireStruct, frozen=True):
+    """A request to an encoder for the embeddings of an image."""
+
+    response_id: str  # the response whose image it is
+    image: Image
+
+
+class TokenizedRequest(WireStruct, frozen=True):
+    """A request with its prompt as token ids, checked against the model; params.max_tokens is set."""
 
     request_id: str
     gateway_id: str | None
@@ -154,7 +176,7 @@ class TokenizedRequest:
     echo_text: str | None = None
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
-    # where each prompt token begins in echo_text; empty: not asked for
+    # where each prompt token begins in echo_text; empty if not requested
     echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     constraint: Constraint | None = None
     # DRY's breakers as tokens, packed by shared/model/dry_breakers.py
@@ -162,11 +184,11 @@ class TokenizedRequest:
     embedding: EmbeddingParams | None = None
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
-    # the answer, as the client expects it; empty: it expects nothing
+    # the answer that the client expects; empty: none
     prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     segments: tuple[Segment, ...] = ()  # of the prompt; empty: each token sees all before it
-    images: tuple[PromptImage, ...] = ()  # in the prompt, in their order
-    image_token_id: int = 0  # the token that stands in their places
+    images: tuple[PromptImage, ...] = ()  # in the order of the prompt
+    image_token_id: int = 0  # the placeholder of their tokens
 
     def __post_init__(self) -> None:
         check_segments(self.segments, len(self.prompt_token_ids))
@@ -177,10 +199,8 @@ class TokenizedRequest:
         unpack_breakers(self.dry_breakers)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceIntro:
-    """The facts about a sequence that a sampler needs; sent with its first candidates to that
-    sampler."""
+class SequenceIntro(WireStruct, frozen=True):
+    """The facts about a sequence that a sampler needs; they come with its first candidates."""
 
     handle: int  # the sequence's number at its compute replica
     request_id: str
@@ -191,9 +211,9 @@ class SequenceIntro:
     prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
     echo_text: str | None = None
     num_cached_tokens: int = 0
-    # output tokens that compute knows to be decided: a log with fewer has lost some
+    # output tokens that were decided, as compute knows: a log with fewer has lost some
     num_decided_tokens: int = 0
-    prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
+    prompt_logprobs: PromptLogprobs | None = None  # if requested, and not in the log yet
     prompt_token_ids: Int32Array | None = None  # the same
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
@@ -202,8 +222,7 @@ class SequenceIntro:
     prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # as TokenizedRequest has them
 
 
-@dataclass(frozen=True, slots=True)
-class StepCandidates:
+class StepCandidates(WireStruct, frozen=True):
     """One step's undecided rows for one sampler. Row r has counts[r] candidates, by falling logit,
     ties by token id."""
 
@@ -241,8 +260,7 @@ class StepCandidates:
             raise Invalid("StepCandidates: not as many candidates as the rows say")
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecisions:
+class StepDecisions(WireStruct, frozen=True):
     """The tokens decided for rows of one step. The log already holds them."""
 
     sampler_id: str
@@ -250,7 +268,7 @@ class StepDecisions:
     handles: Int32Array
     positions: Int32Array
     # -1: the sequence ended without a token; -2: the sampler does not know the sequence; -3: its log
-    # lacks what was decided before
+    # lacks earlier tokens
     token_ids: Int32Array
     is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
 
@@ -259,8 +277,7 @@ class StepDecisions:
             raise Invalid("StepDecisions: columns of different lengths")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestError:
+class RequestError(WireStruct, frozen=True):
     """Why a request failed, in the API's terms."""
 
     message: str
@@ -269,8 +286,7 @@ class RequestError:
     code: str | None = None
 
 
-@dataclass(slots=True)  # nobody changes one; a frozen one takes eight times as long to make, and there are several a token
-class TokenEvent:
+class TokenEvent(WireStruct, frozen=True):
     """One entry of the token log: a token was decided, or the request ended without one."""
 
     request_id: str
@@ -288,53 +304,49 @@ class TokenEvent:
     withheld: TokenLogprob | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
     prompt_token_ids: Int32Array | None = None  # the same
-    embedding: Float32Array | None = None  # of the prompt, with the request's one event
+    embedding: Float32Array | None = None  # of the prompt; in the request's one event
     draw: str | None = None  # with the first token, the name of the rule that drew it
-    # of the compute replica that made it, where it is another than the event's before
+    # of the compute replica that made it, if another made the event before
     fingerprint: str = ""
-    # with the last event, if the request had a prediction: how many of its tokens came, and how
-    # many did not
+    # with the last event, if the request had a prediction: how many of its tokens were accepted, and
+    # how many were rejected
     prediction_tokens: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """When and where things happened to a request: s on the wall clock of the process that did
-    them, 0 if they did not happen. They go with a request's first and last event. No log has them:
+class Moments(WireStruct, frozen=True):
+    """When and where the stages worked on a request: s on the wall clock of the process that did the
+    work, 0 if none did. They go with a request's first and last event. No log has them:
     a log has the same bytes whenever its tokens were decided."""
 
     request_id: str
     position: int  # the event's; up to 1 it is the first
     tokenized_at: float
-    scheduled_at: float  # its prompt began to be computed, by the compute replica that has it now
+    scheduled_at: float  # when the compute replica that has it now began its prompt
     decided_at: float  # the event's token
     compute_id: str
-    sampler_id: str = ""  # empty: no sampler had a part in it
+    sampler_id: str = ""  # empty if no sampler decided it
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvents:
+class StepEvents(WireStruct, frozen=True):
     """The encoded TokenEvents of one step for one gateway."""
 
     events: tuple[bytes, ...]
     moments: tuple[Moments, ...] = ()  # of the requests that begin or end with them
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
-    """An order to every replica: cancel requests, send a response's events elsewhere, or look at
-    the registry again."""
+class Control(WireStruct, frozen=True):
+    """A command to every replica: cancel requests, send a response's events to another gateway, or
+    read the registry again."""
 
     action: Literal["cancel", "attach", "refresh"]
     request_ids: tuple[str, ...] = ()
     gateway_id: str | None = None
-    # of the response's reader: 0 for the gateway that submitted it, one more for each that resumes
+    # of the response's reader: 0 for the gateway that submitted it, one more with each resumption
     generation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A prompt that was delivered to this compute replica by choice."""
+class Offer(WireStruct, frozen=True):
+    """Tells a compute replica that a prompt in its group's stream was delivered to it."""
 
     entry_id: str  # in the stream of prompts
 
@@ -354,33 +366,41 @@ TAGS: dict[type, tuple[str, int]] = {
 }
 
 M = TypeVar("M")
+FIXARRAY = 0x90  # msgpack's first byte of an array of up to 15 values, plus their number
 
 
 def encode(message: Any) -> bytes:
     """The message as bytes."""
-    tag, version = TAGS[type(message)]
-    return typing.cast(bytes, msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]))
+    return to_bytes([*TAGS[type(message)], *_values(message)])
 
 
 def decode(message_type: type[M], data: bytes) -> M:
     """The message in `data`. Raises Invalid, naming the field, if it is not one of that type."""
     tag, version = TAGS[message_type]
-    values = _unpacked(data)
-    if not isinstance(values, list) or len(values) < 2 or values[0] != tag:
+    count = data[0] - FIXARRAY if data and FIXARRAY <= data[0] < FIXARRAY + 16 else int.from_bytes(data[1:3])
+    head = _array_header(count) + to_bytes(tag)
+    if count < 2 or len(data) <= len(head) or not data.startswith(head):
         raise Invalid(f"not a {tag} message")
-    if not isinstance(values[1], int) or values[1] > version:
-        raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    return typing.cast(M, converted(unpacker(typing.cast(typing.Hashable, message_type)), values[2:], tag))
+    if data[len(head)] > version:
+        raise Invalid(f"{tag}: version {data[len(head)]} is newer than {version}")
+    return from_bytes(message_type, _array_header(count - 2) + data[len(head) + 1 :], tag)
 
 
 def decode_record(record_type: type[M], data: bytes) -> M:
     """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one
-    of that type."""
-    return typing.cast(M, converted(map_unpacker(typing.cast(typing.Hashable, record_type)), _unpacked(data), record_type.__name__))
+    of that type, or has further fields."""
+    name = record_type.__name__
+    record = from_bytes(record_type, data, name)
+    further = from_bytes(dict[str, Raw], data, name).keys() - record_type.__annotations__.keys()
+    if further:
+        raise Invalid(f"{name}: unknown fields {', '.join(sorted(further))}")
+    return record
 
 
-def _unpacked(data: bytes) -> Any:
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:  # msgpack raises a dozen kinds, ValueError and its own among them
-        raise Invalid(f"not msgpack: {error}") from None
+def _values(message: Any) -> list[Any]:
+    return packer(typing.cast(typing.Hashable, type(message)))(message)
+
+
+def _array_header(count: int) -> bytes:
+    """The bytes with which msgpack begins an array of so many values."""
+    return bytes([FIXARRAY + count]) if count < 16 else b"\xdc" + count.to_bytes(2)

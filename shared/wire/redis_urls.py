@@ -1,11 +1,11 @@
-"""URLs of a Redis whose primary has to be asked for: from Sentinels, or from the nodes of a cluster.
+"""URLs of a Redis whose primary is looked up: with Sentinels, or with the nodes of a cluster.
 
     redis+sentinel://USER:PASSWORD@HOST1:26379,HOST2:26379,HOST3:26379/SERVICE/0
     redis+cluster://USER:PASSWORD@HOST1:6379,HOST2:6379,HOST3:6379/CELL
 
 Each new connection asks which server is the primary: of the service that the Sentinels know, or of
-the cell's slot (cells.py). rediss+sentinel, rediss+cluster: with TLS, to whoever is asked as to the
-primary. Options are those of a redis:// URL; a Sentinel's own are sentinel_username and
+the cell's slot (cells.py). rediss+sentinel, rediss+cluster: with TLS, to Sentinels and nodes as to
+the primary. Options are those of a redis:// URL; a Sentinel's own are sentinel_username and
 sentinel_password.
 """
 
@@ -19,18 +19,18 @@ from redis.connection import SSLConnection, parse_url
 SCHEMES = {f"redis{tls}+{kind}": (f"redis{tls}", kind) for tls in ("", "s") for kind in ("sentinel", "cluster")}
 DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 CELL = re.compile(r"[a-z0-9-]{1,16}")
-ASKING_S = 1.0  # for an answer about the primary: then the next is asked
+ASKING_S = 1.0  # for a reply about the primary; then the next address is asked
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A URL, taken apart."""
+class DiscoveryUrl:
+    """The parts of a URL by which the primary is looked up."""
 
-    addresses: tuple[tuple[str, int], ...]  # of the Sentinels, or of nodes
+    addresses: tuple[tuple[str, int], ...]  # of Sentinels, or of nodes
     service: str  # the Sentinels' name for the primary and its replicas; empty in a cluster
     cell: str  # in a cluster; else empty
     options: dict[str, Any]  # of a connection to the primary, as redis-py takes them
-    own_options: dict[str, Any]  # the same, of one that asks
+    own_options: dict[str, Any]  # the same, of one to a Sentinel or node
     has_tls: bool
 
     @property
@@ -40,14 +40,14 @@ class Named:
 
 
 def wrong_url(url: str, error: ValueError) -> str:
-    """Say what is wrong with a URL, without what may be a part of its password."""
+    """A text that says what is wrong with a URL, and holds no part of its password."""
     if "@" not in url:
         return str(error)
     return "its scheme, host, port or path is none, or a special character of its password is not written as %XX (/ is %2F)"
 
 
-def parse_named(url: str) -> Named | None:
-    """None for a URL that says itself where Redis is. Raises ValueError."""
+def parse_named(url: str) -> DiscoveryUrl | None:
+    """The parts of the URL; None for one that names the server itself. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         return None
@@ -71,12 +71,12 @@ def parse_named(url: str) -> Named | None:
     if has_tls:
         assert options.pop("connection_class") is SSLConnection
         asking |= {field: value for field, value in options.items() if field.startswith("ssl_")} | {"ssl": True}
-    if kind == "cluster":  # nodes are asked as whoever uses them
+    if kind == "cluster":  # nodes are asked with the user of the primary
         asking |= {field: options[field] for field in ("username", "password") if field in options}
     times = {"socket_timeout": ASKING_S, "socket_connect_timeout": ASKING_S}
     addresses = tuple(_address(each, DEFAULT_PORTS[kind]) for each in hosts.split(","))
     named = unquote(name)
-    return Named(addresses, named if kind == "sentinel" else "", named if kind == "cluster" else "", options, asking | times, has_tls)
+    return DiscoveryUrl(addresses, named if kind == "sentinel" else "", named if kind == "cluster" else "", options, asking | times, has_tls)
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

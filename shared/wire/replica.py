@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
+from msgspec import field
+from msgspec.structs import force_setattr
+
+from shared.model.wire_struct import WireStruct
 from shared.wire.load import Load
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(WireStruct, frozen=True):
     """A live process, as it announces itself in the registry."""
 
     stage: str
@@ -19,7 +22,7 @@ class Replica:
     model: str | None = None
     max_model_len: int | None = None
     idle_s: float = 0.0  # since its loop last came round: large means stuck
-    load: Load = field(default_factory=Load)
+    load: Load | Any = field(default_factory=Load)  # a Load; msgspec, which takes it for Any, leaves the map on the wire to it
     aliases: tuple[str, ...] = ()  # further names of the model
     problem: str = ""  # the error that keeps it from Redis at the moment
     # a tokenizer's: how the model writes "tool_calls" and "reasoning"; missing: it does not
@@ -37,3 +40,7 @@ class Replica:
     takes_images: bool = False  # compute's: the model sees
     ranks: tuple[str, ...] = ()  # compute's: the other processes of its group, by host and pid
     weights: dict[str, str] = field(default_factory=dict)  # compute's: family, format and quantization of the weights, by Ollama's names
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.load, Load):
+            force_setattr(self, "load", Load.unpacked(self.load))

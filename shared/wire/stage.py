@@ -34,11 +34,11 @@ log = get_logger("penstock.stage")
 
 # in the environment of a launcher's stage: the descriptor of a pipe that ends with the launcher
 LIFELINE = "PENSTOCK_LIFELINE"
-STOP_TIMEOUT_S = 10.0  # for a stage that was told to stop
+STOP_TIMEOUT_S = 10.0  # for a stage to stop after SIGTERM
 
 
 class Stage:
-    """One replica of one stage: its id, its connections, and whether it has been told to stop."""
+    """One replica of one stage: its id, its connections, and whether it is stopping."""
 
     def __init__(
         self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None,
@@ -93,9 +93,9 @@ class Stage:
         return self.registry.sight_since(time.monotonic())
 
     def claim_idle_ms(self, idle_ms: int) -> int:
-        """How long nobody may have renewed an entry that is to be claimed: idle_ms. After a gap in
-        which this replica could not see, the others have that time to renew theirs; until then it
-        claims only what was released."""
+        """The idle time from which this replica may claim an entry: idle_ms. After a gap in its own
+        connection the others get that time to renew their entries; until then it claims only
+        released ones."""
         return idle_ms if time.monotonic() - self.sight_since >= idle_ms / 1000 else RELEASED_MS
 
     def refresh(self) -> None:
@@ -116,7 +116,7 @@ class Stage:
             started_at=self._started_at,
             model=self.model,
             max_model_len=self.max_model_len,
-            # who asks Redis again is not stuck
+            # a loop that retries Redis is not stuck
             idle_s=time.monotonic() - max(self._alive_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),
             load=self.load,
             aliases=self.aliases,
@@ -161,8 +161,8 @@ class Stage:
 
 
 def run_stage(main: Callable[[], None]) -> NoReturn:
-    """Run a stage's main. A failure exits non-zero, so that whoever watches the process replaces
-    it; a bad setting is one line."""
+    """Run a stage's main. A failure exits non-zero, so that a supervisor starts the process
+    again; a bad setting is one line."""
     if (lifeline := os.environ.pop(LIFELINE, None)) is not None:
         threading.Thread(target=leave_with_launcher, args=(int(lifeline),), name="lifeline", daemon=True).start()
     try:
@@ -186,7 +186,7 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
 def leave_with_launcher(lifeline: int) -> None:
     """Once the launcher is gone, end like on its SIGTERM, and after STOP_TIMEOUT_S like on its
     SIGKILL."""
-    os.read(lifeline, 1)  # nobody writes: this returns at the end
+    os.read(lifeline, 1)  # no process writes: this returns when the launcher ends
     log.warning("the launcher is gone, stopping")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(STOP_TIMEOUT_S)

@@ -50,7 +50,7 @@ BATCH_FIGURES = "batch-figures"  # hash of the counts of all batches, and of wha
 CELERY_PREFIX = "celery:"  # prefix of the keys that Celery makes for its queue
 JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
 SERVED = "served"  # set of "<stage>:<model>", of the keys served:…; 30 days past the last replica. Gateways, jobs that wait for replicas → the same
-WATCHED = "watched"  # there while somebody looks at the live view, renewed for 3 s at a time: gateway → every replica
+WATCHED = "watched"  # there while the live view is open, renewed for 3 s at a time: gateway → every replica
 
 
 def requests(model: str) -> GroupStream:

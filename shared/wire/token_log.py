@@ -14,8 +14,10 @@ the entry's ID, and beside the event in the stream of events. Readers take it fr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from shared.process.errors import Invalid, Lost
 from shared.wire.line import Pipeline

@@ -20,7 +20,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConn
 from shared.process.errors import Recoverable, StartupError, words_of
 from shared.process.telemetry import get_logger
 from shared.wire.cells import CellConnection, Nodes
-from shared.wire.line import REPLY_TIMEOUT_S, Line, Pipeline, reason_of, refusal_of
+from shared.wire.line import REPLY_TIMEOUT_S, Pipeline, RedisConnection, reason_of, refusal_of
 from shared.wire.redis_urls import parse_named, wrong_url
 
 log = get_logger("penstock.transport")
@@ -105,7 +105,7 @@ class Transport:
         """timeout_s: for a reply, in addition to the time that a read may block. A command that is sent
         again may have been done before: every write here is safe to repeat."""
         self.client = connect(url, timeout_s)
-        self._line = Line(self.client)
+        self._line = RedisConnection(self.client)
         self.stopping = stopping
         # each creates a group of a stream, for a Redis that comes back without it
         self.groups: list[Callable[[], None]] = []

@@ -1,14 +1,13 @@
-"""Views: what a replica shows to those who watch the pipeline. Made only while somebody does, from
-the heartbeat's thread, and true to within a step."""
+"""Views: the state that a replica shows while the pipeline is watched. The heartbeat's thread makes
+them, so they are exact to within a step."""
 
-from dataclasses import dataclass
+from shared.model.wire_struct import WireStruct
 
 MAX_SEQUENCES_SHOWN = 64  # of a replica: what runs first, then what waits
 MAX_BLOCKS_SHOWN = 256  # of a sequence
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceView:
+class SequenceView(WireStruct, frozen=True):
     """A sequence that a compute replica answers for."""
 
     request_id: str
@@ -30,8 +29,7 @@ class SequenceView:
     num_accepted_tokens: int = 0  # of its output, that were drafted
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeView:
+class ComputeView(WireStruct, frozen=True):
     """A compute replica's sequences, and its KV cache."""
 
     replica_id: str

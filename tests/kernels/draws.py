@@ -1,9 +1,8 @@
 """Draws from candidate sets, by way of the wire: what a sampler decides, one step at a time, and many draws from one row at once."""
 
-import dataclasses
-
 import numpy as np
 import torch
+from msgspec import structs
 
 from services.compute.backends.backend import RowSearch
 from services.compute.candidates.draw import place_of, within_tail
@@ -63,7 +62,7 @@ def draw_many(logits: torch.Tensor, params: SamplingParams, num_draws: int, sear
     some = np.union1d(numbers[:COMPARED], won[:COMPARED])
     sequences = [
         Sequence(
-            Request(row, "r", dataclasses.replace(params, seed=int(seeds[draw]))),
+            Request(row, "r", structs.replace(params, seed=int(seeds[draw]))),
             Tokens([7, 8, *(output if output is not None else [0] * (positions[draw] - 1))], 2),
         )
         for row, draw in enumerate(some)

@@ -1,6 +1,5 @@
 """llama.cpp's chain of samplers: stage by stage what its definition says, over the whole row, and the draws have the distribution that is left."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from scipy import stats
 
 from services.compute.backends.backend import RowSearch
@@ -136,7 +136,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_draws_have_the_distribution_that_is_left(name: str) -> None:
     params, spread = CASES[name]
-    params = dataclasses.replace(params, seed=99)
+    params = structs.replace(params, seed=99)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * spread
     left, temperature = left_by_definition(logits, params, 1)
     expected = np.zeros(VOCAB)

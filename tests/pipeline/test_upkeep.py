@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 import pytest
 import redis
+from msgspec import structs
 
 from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import check_memory, sweep, tidy
@@ -103,7 +104,7 @@ def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client:
         await runtime.batches.create(record("batch_a"))
         await runtime.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
         await runtime.client.set(batch_lease_key("batch_a"), "jobs-dead/x", ex=3600)
-        runtime.stage._heartbeat.registry = Registry((replace(runtime.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
+        runtime.stage._heartbeat.registry = Registry((structs.replace(runtime.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
         await sweep(runtime)
         add_tasks(runtime.queue, runtime)
         for each in runtime.queue.conf.beat_schedule.values():

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams

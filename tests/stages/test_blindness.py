@@ -5,10 +5,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from shared.wire.registry import LEASE_S, announce
 from shared.wire.replica import Replica

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.tokenizer import breakers as breakers_module
-from services.tokenizer.breakers import BreakerTable
+from services.tokenizer import encoder
+from services.tokenizer.encoder import BreakerTable
 from shared.model.dry_breakers import Breakers, unpack_breakers
 from shared.process.errors import Invalid
 from tests.examples import examples
@@ -48,7 +48,7 @@ def test_several_are_all_there_and_each_once() -> None:
 
 
 def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breakers_module, "MAX_PACKED", 4)
+    monkeypatch.setattr(encoder, "MAX_PACKED", 4)
     with pytest.raises(Invalid, match="too many") as wrong:
         BreakerTable(text_tokenizer().backend_tokenizer).pack(("e",))
     assert wrong.value.param == "dry_sequence_breakers"

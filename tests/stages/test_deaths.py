@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
+from msgspec.structs import replace
 
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.entries import append_to_group

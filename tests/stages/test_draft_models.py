@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.decoder import Decoder
@@ -33,7 +34,7 @@ def line(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
 
 def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]:
     """The logs' events; how much of its prompt a choice found computed depends on when the one before it came."""
-    return {name: [encode(replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in line.answer(*asked, timeout_s=300).items()}
+    return {name: [encode(structs.replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in line.answer(*asked, timeout_s=300).items()}
 
 
 @pytest.fixture(scope="module")

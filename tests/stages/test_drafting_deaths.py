@@ -4,11 +4,12 @@ nobody disturbs."""
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams

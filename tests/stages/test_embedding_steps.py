@@ -1,11 +1,11 @@
 """Embeddings in steps of their own and beside others."""
 
 from collections.abc import Container, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from services.compute.sequence import RowKey
 from services.compute.sequence.batch import ScheduledBatch

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
+from msgspec.structs import replace
 
 from services.tokenizer import service as service_module
 from services.tokenizer.encoder import Encoder

@@ -7,11 +7,12 @@ PENSTOCK_TEST_EVERY_WRITE=1 disturbs every write with every fault, in minutes; b
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.operator.redis_server import socket_path
 from shared.model.sampling_params import ChainParams, DryParams

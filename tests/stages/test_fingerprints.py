@@ -4,11 +4,11 @@ model in bfloat16 and in float32."""
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.compute.intake import admit
 from services.compute.loop.engine import build_engine

@@ -3,11 +3,11 @@
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.compute.sequence import Prefix
 from shared.model.constraint import Constraint

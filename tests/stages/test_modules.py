@@ -1,17 +1,15 @@
 """Prompts with modules at the tokenizer stage: where the modules stand, what sees what, and what is refused."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.modules import PLACE
 from shared.model.sampling_params import SamplingParams
 from shared.model.segments import Segment
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest
-from shared.wire.prompt_modules import ModulePart, PromptModule
+from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, ModulePart, PromptModule, TokenizedRequest
 from tests.stages.line_of_stages import FILES, MODEL, text_tokenizer
 
 PARAMS = SamplingParams(max_tokens=4)

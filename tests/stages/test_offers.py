@@ -3,13 +3,13 @@
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
+from msgspec.structs import replace
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.prefixes import AT_ONCE, Prefixes

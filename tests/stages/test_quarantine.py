@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from msgspec import structs
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest, Attempts, queue_records
@@ -261,7 +262,7 @@ def test_a_request_that_kills_while_it_is_prepared_is_a_poison_too(quarantine: Q
     """Compute dies before any step, as of an image that the encoder can't hold."""
     prompt = PromptImage(Image("ab", 9, 9, 9), 4, 2, 2)
     request = TokenizedRequest("r1.0", "g", "m", SamplingParams(max_tokens=4), prompt_token_ids=np.array([3], np.int32), eos_token_ids=(1,), images=(prompt,))
-    assert is_prepared(request) and not is_prepared(replace(request, images=()))
+    assert is_prepared(request) and not is_prepared(structs.replace(request, images=()))
     write(quarantine, [sequence(1)])
     num_died = 0
     while not (verdict := Quarantine(quarantine.transport, {}).judge(["r1.0"], [0])[0]) or not is_poison(verdict):

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 

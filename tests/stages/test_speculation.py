@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
@@ -28,12 +29,12 @@ from tests.stages.test_flight import REQUESTS as OF_ALL_KINDS
 from tests.waiting import wait_until
 
 SCHEMA = '{"type":"object","properties":{"a_long_name":{"type":"boolean"},"another_name":{"enum":["red","green"]}},"required":["a_long_name","another_name"]}'
-PAIR = replace(ask("pair.0", "A river and a mountain", max_tokens=16, seed=5), scheduling=SchedulingParams(group_id="pair"))
+PAIR = structs.replace(ask("pair.0", "A river and a mountain", max_tokens=16, seed=5), scheduling=SchedulingParams(group_id="pair"))
 REQUESTS = (
     *OF_ALL_KINDS,
-    PAIR, replace(PAIR, request_id="pair.1", params=replace(PAIR.params, seed=6)),
-    replace(ask("predicted.0", "A river", max_tokens=24, seed=3), prediction=" and a mountain of trees, the end of it"),
-    replace(ask("schema.0", "Say it", max_tokens=80, seed=2), constraint=Constraint("json_schema", SCHEMA)),
+    PAIR, structs.replace(PAIR, request_id="pair.1", params=structs.replace(PAIR.params, seed=6)),
+    structs.replace(ask("predicted.0", "A river", max_tokens=24, seed=3), prediction=" and a mountain of trees, the end of it"),
+    structs.replace(ask("schema.0", "Say it", max_tokens=80, seed=2), constraint=Constraint("json_schema", SCHEMA)),
     ask("repeats.0", "one two three four one two three four one two three", max_tokens=40, temperature=0.0, ignore_eos=True),
 )  # fmt: skip
 
@@ -110,7 +111,7 @@ def answers(expected: dict[str, Any]) -> dict[str, list[int]]:
 def answer(line: LineOfStages) -> dict[str, Any]:
     """The logs of all requests. How much of its prompt one of a pair finds computed is a matter of when it came."""
     found: dict[str, Any] = line.answer(*REQUESTS)
-    return {name: [replace(event, num_cached_tokens=0) for event in parse_log(log)] if name.startswith("pair") else log for name, log in found.items()}
+    return {name: [structs.replace(event, num_cached_tokens=0) for event in parse_log(log)] if name.startswith("pair") else log for name, log in found.items()}
 
 
 def speculate(line: LineOfStages, *proposers: Proposer) -> Speculation:
@@ -152,7 +153,7 @@ def test_an_answer_that_was_predicted_is_drafted_and_counted(line: LineOfStages,
     speculate(line)
     events = parse_log(line.answer(first)["first.0"])
     text = "".join(event.text for event in events)
-    again = replace(first, request_id="first.0", prediction=text)
+    again = structs.replace(first, request_id="first.0", prediction=text)
     line.forget_logs()
     plain = line.answer(again)
     speculation = speculate(line, *make_proposers(("prediction",), line.compute.constraints))
@@ -202,7 +203,7 @@ def test_logs_are_the_same_with_preemptions(
 
 
 def test_who_is_cancelled_amid_drafts_leaves_the_others_as_they_are(line: LineOfStages, expected: dict[str, Any], answers: dict[str, list[int]]) -> None:
-    others = [replace(ask(f"other{number}.0", "On and on", max_tokens=900, temperature=0.0, ignore_eos=True)) for number in range(3)]
+    others = [structs.replace(ask(f"other{number}.0", "On and on", max_tokens=900, temperature=0.0, ignore_eos=True)) for number in range(3)]
     speculation = speculate(line, Liar(answers | {each.request_id: [7] * 900 for each in others}, random.Random(4), 0.5))
     line.submit(*others)
     wait_until(lambda: len(line.compute.scheduler.running) == len(others) and speculation.total.num_drafts > 3, description="all of them run")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.compute.ranks.parallel.distributed import DistributedRanks
 from shared.wire.messages import GenerateRequest, SchedulingParams, encode
@@ -25,7 +26,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 
 def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]:
     logs = line.answer(*asked, timeout_s=60).items()
-    found = {name: [encode(replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in logs}
+    found = {name: [encode(structs.replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in logs}
     line.forget_logs()
     return found
 
@@ -33,8 +34,10 @@ def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_who_is_preempted_in_the_stages_loses_nothing(redis_url: str, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do the other choices of a prompt begin before its logprobs are there. One process computes all stages here: the loop does not know."""
-    one = replace(ask("pair.0", "A river and a mountain of trees", max_tokens=3, seed=5, prompt_logprobs=1), scheduling=SchedulingParams(group_id="scored"))
-    choices = [replace(one, request_id=f"scored.{number}", params=replace(one.params, seed=6 + number)) for number in range(3)]
+    one = structs.replace(
+        ask("pair.0", "A river and a mountain of trees", max_tokens=3, seed=5, prompt_logprobs=1), scheduling=SchedulingParams(group_id="scored")
+    )
+    choices = [structs.replace(one, request_id=f"scored.{number}", params=structs.replace(one.params, seed=6 + number)) for number in range(3)]
     line = LineOfStages(redis_url)
     with line.running():
         expected = answers(line, *REQUESTS), answers(line, *choices)

@@ -1,9 +1,9 @@
 """The spans of tokenizer, compute and sampler: of those requests that are traced, and of the others none."""
 
 import os
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.collector import Collector
 from tests.stages.line_of_stages import LineOfStages, ask, hurried

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+from msgspec import structs
 
 from services.requests.dialects.anthropic.events import MessageEvents
 from services.requests.dialects.ollama import lines
@@ -89,7 +90,7 @@ def test_a_chunk_with_nothing_but_text_has_the_bytes_of_any_chunk(kind: str, par
     frames, num_plain = Frames(form, record), 0
     for number, event in enumerate(EVENTS):
         odd = {"text": '"\n\\ü\0\u2028', "fingerprint": "fp_2"} if number == 5 else {}
-        bare = replace(event, logprobs=event.logprobs if number == 2 else None, **odd)  # type: ignore[arg-type]
+        bare = structs.replace(event, logprobs=event.logprobs if number == 2 else None, **odd)
         delta = choice.add(bare)
         chunks = form.chunks(choice, bare, delta)
         if is_plain(bare, delta):

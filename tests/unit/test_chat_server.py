@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.operator.chat import server as chat_server
-from services.operator.chat.chat import Chat, ChatOptions
+from services.operator.chat.chat import Chat, ChatFlags
 from services.operator.chat.conversation import Conversation
 from services.operator.chat.display import PlainDisplay
 from services.operator.chat.server import ChatError, Piece, Server, Usage
@@ -209,7 +209,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(script: Script, capsys: py
     full = {"error": {"message": "This model's maximum context length is 100 tokens. …", "code": "context_length_exceeded"}}
     script.steps = [stream("one", END, USAGE), stream("two", END, USAGE), refuse(400, full), stream("three", END)]
     client = Server(script.url)
-    chat = Chat(client, ChatOptions(script.url), PlainDisplay(sys.stdout, sys.stderr))
+    chat = Chat(client, ChatFlags(script.url), PlainDisplay(sys.stdout, sys.stderr))
     for question in ("first", "second", "third"):
         assert chat.ask(question) is not None
     client.close()

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from services.sampler.detokenizer import MAX_PENDING, Detokenizer, load_tokenizer
-from services.sampler.request_state import RequestState
-from services.sampler.stop import StopMatcher
+from services.sampler.request_state import RequestState, StopMatcher
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.model.token_table import TokenTable
+from shared.process.clock import Clock
 from shared.wire.logprobs import TokenLogprob
 from shared.wire.messages import SequenceIntro, TokenEvent
 
@@ -72,7 +72,7 @@ def test_single_tokens_of_a_sentencepiece_vocabulary_have_their_bytes() -> None:
 
 def begin(params: SamplingParams, **intro: object) -> RequestState:
     values: dict[str, object] = {"handle": 1, "request_id": "r", "gateway_id": "g", "eos_token_ids": (1,), "num_prompt_tokens": 3}
-    return RequestState.begin(SequenceIntro(params=params, prompt_tail=np.array([40], np.int32), **(values | intro)), TOKENIZER, 0.0)  # type: ignore[arg-type]
+    return RequestState.begin(SequenceIntro(params=params, prompt_tail=np.array([40], np.int32), **(values | intro)), TOKENIZER, Clock())  # type: ignore[arg-type]
 
 
 @given(st.lists(st.sampled_from(TOKENIZER.encode("a token stops here, or there. ñ🙂").ids), min_size=1, max_size=30), st.integers(0, 30))

@@ -1,9 +1,10 @@
 """A stream's bytes: an event for each token, and for a client that is behind one for several."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.gateway.answering.responder import Responder
 from services.requests.store.record import make_record

@@ -1,11 +1,11 @@
 """tools and tool_choice: what is told, what is demanded, and what is refused by name."""
 
 import json
-from dataclasses import replace
 from typing import Any, get_args
 
 import orjson
 import pytest
+from msgspec.structs import replace
 
 from services.requests.bodies.parse import parse
 from services.requests.dialects.openai.schemas import ChatCompletionBody

@@ -3,27 +3,31 @@
 They never change: a field that is added later makes the bytes of today those of the version before.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.model.segments import Segment
 from shared.model.vision.images import Image, PromptImage
-from shared.wire.images import ContentPart, EncodeImage
 from shared.wire.load import Load
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
 from shared.wire.messages import (
     ChatMessage,
     ChatOptions,
+    ContentPart,
     Control,
     EmbeddingParams,
+    EncodeImage,
     EncodingParams,
     GenerateRequest,
+    ModulePart,
     Moments,
     Offer,
+    PromptModule,
     RequestError,
     SchedulingParams,
     SequenceIntro,
@@ -34,7 +38,6 @@ from shared.wire.messages import (
     TokenizedRequest,
     ToolCall,
 )
-from shared.wire.prompt_modules import ModulePart, PromptModule
 from shared.wire.replica import Replica
 from shared.wire.views import ComputeView, SequenceView
 

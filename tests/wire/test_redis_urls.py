@@ -12,7 +12,7 @@ from shared.process.stage_settings import StageSettings
 from shared.wire.job_queue import make_queue
 from shared.wire.job_transport import URL as JOBS_URL
 from shared.wire.job_transport import JobTransport
-from shared.wire.redis_urls import Named, parse_named
+from shared.wire.redis_urls import DiscoveryUrl, parse_named
 from shared.wire.transport import connect
 
 WRONG = [
@@ -22,7 +22,7 @@ WRONG = [
 URL = "redis+sentinel://me:p%40ss@one:1001,two,[::1]:1003/main/3"
 
 
-def parsed(url: str) -> Named:
+def parsed(url: str) -> DiscoveryUrl:
     found = parse_named(url)
     assert found is not None
     return found

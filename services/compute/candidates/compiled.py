@@ -11,9 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, compile_grammar

@@ -14,10 +14,11 @@ another takes its requests over.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from services.compute.backends.backend import RowSearch, RunningSearch, SearchRequest
 from services.compute.backends.buffers import ensure_works, to_device

@@ -23,7 +23,7 @@ from services.compute.exchange.undecided import Undecided
 from shared.model.arrays import Array
 from shared.process.telemetry import get_logger
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
-from shared.wire.line import Line, Pipeline
+from shared.wire.line import Pipeline, RedisConnection
 from shared.wire.messages import Control, Moments, Offer, StepDecisions, TokenEvent
 from shared.wire.offers import take_up
 from shared.wire.redis_clock import follow_clock
@@ -78,7 +78,7 @@ class Exchange:
         self.prefixes = Prefixes(stage, blocks, clock)
         self.samplers = Samplers(stage.replica_id, active, stage.fingerprint)
         self.undecided = Undecided(active, clock)
-        out, news, requests = (Line(stage.transport.client) for _ in range(3))
+        out, news, requests = (RedisConnection(stage.transport.client) for _ in range(3))
         self.outbox = Outbox(
             out,
             self.prompts.stream,

@@ -4,7 +4,7 @@ messages, the other as soon as there are prompts."""
 from dataclasses import dataclass
 
 from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
-from shared.wire.line import Line, wait_for_any
+from shared.wire.line import RedisConnection, wait_for_any
 from shared.wire.messages import Control, Offer, StepDecisions
 
 STANDING_MS = 1000  # how long Redis holds a standing read before it is asked again
@@ -23,7 +23,15 @@ class News:
 class Inbox:
     """A line for each read: for news, and for prompts. All methods raise what redis-py raises."""
 
-    def __init__(self, news: Line, requests: Line, prompts: GroupReader, decisions: DirectReader, control: DirectReader, offered: DirectReader) -> None:
+    def __init__(
+        self,
+        news: RedisConnection,
+        requests: RedisConnection,
+        prompts: GroupReader,
+        decisions: DirectReader,
+        control: DirectReader,
+        offered: DirectReader,
+    ) -> None:
         self.news = news
         self.requests = requests
         self.prompts = prompts

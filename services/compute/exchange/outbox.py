@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from services.compute.exchange.active import Record, queue_records
 from services.compute.exchange.prefixes import Prefixes
 from shared.wire.entries import DirectReader, append
-from shared.wire.line import Line, Pipeline
+from shared.wire.line import Pipeline, RedisConnection
 from shared.wire.messages import StepCandidates
 from shared.wire.streams import GroupStream, attempts_key, candidates
 from shared.wire.token_log import finish_ended
@@ -41,7 +41,7 @@ class Outbox:
 
     def __init__(
         self,
-        line: Line,
+        line: RedisConnection,
         prompts: GroupStream,
         decisions: DirectReader,
         prefixes: Prefixes,

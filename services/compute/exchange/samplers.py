@@ -3,7 +3,8 @@ may forget it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from services.compute.candidates.prompt_logprobs import prompt_logprobs
 from services.compute.candidates.rows import CandidateRows

@@ -13,9 +13,8 @@ from services.compute.images.packing import unpack
 from shared.model.vision.images import Image
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
-from shared.wire.images import EncodeImage
 from shared.wire.line import Pipeline
-from shared.wire.messages import encode
+from shared.wire.messages import EncodeImage, encode
 from shared.wire.stage import Stage
 from shared.wire.streams import embeddings_key, wanted_images_key
 

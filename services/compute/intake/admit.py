@@ -4,8 +4,9 @@ request that is here already."""
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.compute.candidates.constraints import Constraints
 from services.compute.exchange.active import ActiveRequest, Attempts, Suspect

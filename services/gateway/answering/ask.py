@@ -2,10 +2,10 @@
 it is."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.gateway.context import Context
 from services.gateway.generation.subscription import ResponseFailed

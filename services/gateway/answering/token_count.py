@@ -2,10 +2,10 @@
 is computed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import orjson
 from fastapi import Request, Response
+from msgspec.structs import replace
 
 from services.gateway.answering.responder import Responder
 from services.gateway.context import Context

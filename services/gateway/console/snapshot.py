@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shared.model.wire_struct import as_dict
 from shared.process.stages import SERVING
 from shared.wire.replica import Replica
 from shared.wire.views import ComputeView
@@ -48,7 +49,7 @@ def snapshot(replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: s
             replica_shown(each, is_killed=each.replica_id in killed, can_kill=can_kill and each.host == own_host) for each in order[:MAX_REPLICAS_SHOWN]
         ],
         "queues": [asdict(queue) for queue in figures.queues],
-        "caches": [asdict(view) for view in figures.views],
+        "caches": [as_dict(view) for view in figures.views],
     }
 
 

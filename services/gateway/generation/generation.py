@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from msgspec import structs
 
 from services.gateway.generation.canceller import Canceller
 from services.gateway.generation.subscription import Subscription
@@ -36,7 +37,7 @@ def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> 
     root = current_root()
     if root is None or not root.traceparent:
         return record, requests
-    return replace(record, traceparent=root.traceparent), [replace(each, traceparent=root.traceparent) for each in requests]
+    return replace(record, traceparent=root.traceparent), [structs.replace(each, traceparent=root.traceparent) for each in requests]
 
 
 class Generation:

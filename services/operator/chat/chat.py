@@ -34,7 +34,7 @@ COMMANDS = ("help", "reset", "system", "model", "image", "regenerate", "save", "
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatFlags:
     url: str
     model: str | None = None
     system: str = ""
@@ -69,7 +69,7 @@ class Answer:
 class Chat:
     """One conversation with one server."""
 
-    def __init__(self, server: Server, options: ChatOptions, display: Display) -> None:
+    def __init__(self, server: Server, options: ChatFlags, display: Display) -> None:
         """Raises StartupError without a server, or a model there."""
         self.server = server
         self.options = options
@@ -234,7 +234,7 @@ class Chat:
         sys.stdout.flush()
 
 
-def chat(options: ChatOptions, question: str) -> int:
+def chat(options: ChatFlags, question: str) -> int:
     """Until Ctrl-D; with a question, or with standard input that is no terminal, one answer. Returns the exit code. Raises StartupError."""
     is_interactive = sys.stdin.isatty() and not question
     question = question if is_interactive else whole_question(question)

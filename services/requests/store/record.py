@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgpack
 import redis
 import redis.asyncio
+from msgspec import structs
 
 from services.requests.store.tenants.tenant import Tenant
 from services.requests.text.parsing.answer import Parsing
@@ -111,7 +112,7 @@ def make_record(
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:
     """The params of one of n choices: its own seed, a function of the request's."""
     base = int.from_bytes(os.urandom(8)) if seed is None else seed
-    return replace(params, seed=(base + choice * GOLDEN) % SEEDS)
+    return structs.replace(params, seed=(base + choice * GOLDEN) % SEEDS)
 
 
 async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False) -> ResponseRecord | None:

@@ -133,10 +133,10 @@ class Dynamic:
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
         if max(width, height) > MOST_NARROW * min(width, height):
             raise too_narrow(width, height, MOST_NARROW)
-        factor, most = self.patch * self.merge, self.most_pixels(is_low=is_low)
+        factor, max_pixels = self.patch * self.merge, self.most_pixels(is_low=is_low)
         rows, columns = round(height / factor), round(width / factor)
-        if rows * columns * factor * factor > most:
-            beta = math.sqrt(height * width / most)
+        if rows * columns * factor * factor > max_pixels:
+            beta = math.sqrt(height * width / max_pixels)
             rows, columns = (max(1, math.floor(each / beta / factor)) for each in (height, width))
         elif rows * columns * factor * factor < self.min_pixels:
             beta = math.sqrt(self.min_pixels / (height * width))
@@ -174,13 +174,13 @@ class Cropped:
 
     def num_tiles(self, width: int, height: int) -> int:
         """With that of the whole image."""
-        most = range(1, self.max_tiles + 1)
-        grids = sorted(((across, down) for across in most for down in most if self.min_tiles <= across * down <= self.max_tiles), key=math.prod)
-        best, least = (1, 1), math.inf
+        counts = range(1, self.max_tiles + 1)
+        grids = sorted(((across, down) for across in counts for down in counts if self.min_tiles <= across * down <= self.max_tiles), key=math.prod)
+        best, smallest = (1, 1), math.inf
         for across, down in grids:
             difference = abs(width / height - across / down)
-            if difference < least or (difference == least and width * height > 0.5 * self.tile**2 * across * down):
-                best, least = (across, down), difference
+            if difference < smallest or (difference == smallest and width * height > 0.5 * self.tile**2 * across * down):
+                best, smallest = (across, down), difference
         count = math.prod(best) if self.max_tiles > 1 else 1
         return count + (count > 1)
 
@@ -189,7 +189,7 @@ class Cropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PatchRows:
     """Mistral 3 and Pixtral: as many patches as the image has, up to a longest edge; a token behind each row."""
 
     patch: int  # pixels of a token's side
@@ -199,10 +199,10 @@ class Rows:
     num_whole: int = 0
 
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
-        most = self.most_pixels(is_low=is_low)
-        if max(width, height) > min(MOST_NARROW, most) * min(width, height):
-            raise too_narrow(width, height, min(MOST_NARROW, most))
-        ratio = max(height / most, width / most)
+        max_edge = self.most_pixels(is_low=is_low)
+        if max(width, height) > min(MOST_NARROW, max_edge) * min(width, height):
+            raise too_narrow(width, height, min(MOST_NARROW, max_edge))
+        ratio = max(height / max_edge, width / max_edge)
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         rows, columns = ((each - 1) // self.patch + 1 for each in (height, width))
@@ -230,7 +230,7 @@ def _num_patches(config: Config) -> tuple[int, int, int]:
     vision = config["vision_config"]
     size, patch = int(vision.get("image_size", 224)), int(vision.get("patch_size", 32))
     has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
-    drops_first = config.get("vision_feature_select_strategy", "default") == "default"  # of any tower, be it a class's token or not
+    drops_first = config.get("vision_feature_select_strategy", "default") == "default"  # of any tower, whether a class's token or not
     return size, size // patch, (size // patch) ** 2 + has_class - drops_first
 
 
@@ -242,8 +242,8 @@ def _llava(config: Config, processor: Config) -> VisionFamily:
 
 def _llava_next(config: Config, processor: Config) -> BestResolution:
     size, side, num_whole = _num_patches(config)
-    found = config.get("image_grid_pinpoints") or processor.get("image_grid_pinpoints") or [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    return BestResolution(side, size, tuple((int(height), int(width)) for height, width in found), num_whole)
+    grids = config.get("image_grid_pinpoints") or processor.get("image_grid_pinpoints") or [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    return BestResolution(side, size, tuple((int(height), int(width)) for height, width in grids), num_whole)
 
 
 def _gemma3(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
@@ -253,17 +253,17 @@ def _gemma3(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
 
 def _qwen(config: Config, processor: Config) -> Dynamic:
     vision, size = config["vision_config"], processor.get("size") or {}
-    least = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    most = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    return Dynamic(int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)), int(least), int(most))
+    min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    max_pixels = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    return Dynamic(int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)), int(min_pixels), int(max_pixels))
 
 
 def _cropped(config: Config, processor: Config, merge: float) -> dict[str, Any]:
     """merge: patches of a token's side."""
     vision, size = config["vision_config"], processor.get("size") or {}
     side, patch = (_side(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
-    least, most = int(processor.get("min_patches", 1)), int(processor.get("max_patches", 12))
-    return {"tile": _side(size.get("height", side)), "min_tiles": least, "max_tiles": most, "num_tile_tokens": round(side / patch / merge) ** 2}
+    min_tiles, max_tiles = int(processor.get("min_patches", 1)), int(processor.get("max_patches", 12))
+    return {"tile": _side(size.get("height", side)), "min_tiles": min_tiles, "max_tiles": max_tiles, "num_tile_tokens": round(side / patch / merge) ** 2}
 
 
 def _side(length: Any) -> int:
@@ -281,9 +281,9 @@ def _aya_vision(config: Config, processor: Config) -> Cropped:
     return Cropped(**shape, placeholder="<|IMG_PATCH|>", marker="<image>", before="<|START_OF_IMG|>", behind="<|END_OF_IMG|>", is_numbered=True)
 
 
-def _rows(config: Config, processor: Config) -> Rows:
+def _rows(config: Config, processor: Config) -> PatchRows:
     patch = int(config["vision_config"].get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
-    return Rows(patch, int((processor.get("size") or {}).get("longest_edge", 1024)))
+    return PatchRows(patch, int((processor.get("size") or {}).get("longest_edge", 1024)))
 
 
 READERS: dict[str, Callable[[Config, Config], VisionFamily]] = {

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.model.arrays import Array
+from shared.model.wire_struct import WireStruct
 from shared.process.errors import Invalid
 
 MAX_IMAGES = 64  # of a prompt
 FIRST_NAME = -16  # numbers above it, below 0, have other meanings in the place of a token
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """An image in a conversation. Its file is beside the streams, under its digest."""
+class Image(WireStruct, frozen=True):
+    """An image in a conversation. Its file is in Redis, under its digest."""
 
     digest: str  # of the file
     width: int  # pixels, upright
@@ -30,12 +30,11 @@ class Image:
 
     @property
     def key(self) -> str:
-        """The name of its embeddings: all that they follow from, beside the model."""
+        """The name of its embeddings: all that they depend on, apart from the model."""
         return f"{self.digest}/low" if self.is_low else self.digest
 
 
-@dataclass(frozen=True, slots=True)
-class PromptImage:
+class PromptImage(WireStruct, frozen=True):
     """An image in a prompt."""
 
     image: Image
@@ -72,12 +71,12 @@ class PlacedPrompt:
 def place_images(token_ids: Array, images: Sequence[PromptImage], placeholder_id: int) -> PlacedPrompt:
     """token_ids: [n], with the model's image token in the places. Raises Invalid if these are not as
     many as the images take."""
-    found = np.flatnonzero(token_ids == placeholder_id) if images else np.zeros(0, np.int64)
-    if len(found) != sum(each.num_tokens for each in images):
+    indices = np.flatnonzero(token_ids == placeholder_id) if images else np.zeros(0, np.int64)
+    if len(indices) != sum(each.num_tokens for each in images):
         raise Invalid("the prompt has not as many places as its images take", param="messages")
     placed, runs, at = token_ids.astype(np.int64), list[ImageRun](), 0
     for each in images:
-        places = found[at : at + each.num_tokens]
+        places = indices[at : at + each.num_tokens]
         placed[places] = names_of(each.image.key, each.num_tokens)
         for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
             runs.append(ImageRun(int(places[run[0]]), len(run), each.image.key, int(run[0])))

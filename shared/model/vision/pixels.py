@@ -28,11 +28,11 @@ def open_image(data: bytes) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = Pillow.open(io.BytesIO(data), formats=FORMATS)
-            if found.width * found.height > MAX_PIXELS:
-                raise Invalid(f"an image has at most {MAX_PIXELS // 1_000_000} megapixels, this one is {found.width} x {found.height}")
-            found.load()
-            return on_white(ImageOps.exif_transpose(found))
+            image = Pillow.open(io.BytesIO(data), formats=FORMATS)
+            if image.width * image.height > MAX_PIXELS:
+                raise Invalid(f"an image has at most {MAX_PIXELS // 1_000_000} megapixels, this one is {image.width} x {image.height}")
+            image.load()
+            return on_white(ImageOps.exif_transpose(image))
     except UnidentifiedImageError:
         raise Invalid(f"no image that can be read: {', '.join(FORMATS)} are") from None
     except Invalid:

@@ -95,7 +95,7 @@ def test_without_fp8_a_checkpoint_is_widened_and_quantizing_is_refused(tmp_path:
     assert "layers are widened to bfloat16" in caplog.text and "FP8 by column" in caplog.text
     with pytest.raises(StartupError, match=r"^--quantization fp8 needs a GPU of compute capability 8.9 \(Ada\) or newer, this one has 8.0: w8a8 takes as much"):
         no_float8().make_linear(Dense(torch.eye(32)), quantization="fp8")
-    with pytest.raises(StartupError, match=r"^--quantization fp8 runs on a GPU only \(--device cuda\); on a CPU there are w8a8, w4 and nf4$"):
+    with pytest.raises(StartupError, match=r"^--quantization fp8 runs on a GPU only \(--device cuda\); a CPU takes w8a8, w4 and nf4$"):
         build_engine(ComputeSettings(model="demo", device="cpu", quantization="fp8"), open_model("demo"))
 
 

@@ -1,12 +1,12 @@
 """llama.cpp's own endpoints, for the programs that speak them. docs/use/other-apis.md says what is
 understood."""
 
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
 
 from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from msgspec import structs
 
 from services.gateway.answering.translated import TranslatedResponder
 from services.gateway.context import Context, context_of
@@ -94,9 +95,9 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
 
 def as_it_is(request: GenerateRequest, prompt: str) -> GenerateRequest:
     """The request of a chat, to go on with a prompt instead."""
-    constraint = replace(request.constraint, thought_begin="", thought_end="") if request.constraint is not None else None
-    params = replace(request.params, skip_special_tokens=True)
-    return replace(request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint)
+    constraint = structs.replace(request.constraint, thought_begin="", thought_end="") if request.constraint is not None else None
+    params = structs.replace(request.params, skip_special_tokens=True)
+    return structs.replace(request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint)
 
 
 def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:

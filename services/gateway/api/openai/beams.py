@@ -9,9 +9,9 @@ answer that is not streamed; asked again, the same search has the same end.
 
 import asyncio
 import time
-from dataclasses import fields, replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.gateway.answering.ask import ask_all, ask_tokenizer, question
 from services.gateway.api.openai.beam_search import BeamSearch, EarlyStopping
@@ -35,12 +35,12 @@ UNUSED = (
 
 def check_beams(request: GenerateRequest, width: int) -> None:
     """Raises Invalid for a search that can't be done."""
-    params, plain = request.params, SamplingParams()
+    params, plain, plain_chain = request.params, SamplingParams(), ChainParams()
     if request.constraint is not None:
         raise Invalid(f"{request.constraint.param} is not available with use_beam_search", param=request.constraint.param)
     unused = [name for name in UNUSED if getattr(params, name) != getattr(plain, name)] + ["dry_multiplier"] * (params.dry is not None)
     if params.chain is not None:
-        unused += [each.name for each in fields(ChainParams) if getattr(params.chain, each.name) != each.default]
+        unused += [name for name in ChainParams.__struct_fields__ if getattr(params.chain, name) != getattr(plain_chain, name)]
     if unused:
         raise Invalid(f"{unused[0]} is not available with use_beam_search", param=unused[0])
     if not (params.is_greedy or params.temperature == 1.0):

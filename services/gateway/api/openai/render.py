@@ -1,6 +1,5 @@
 """vLLM's render endpoints: what a request becomes before it is computed. No model runs."""
 
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,6 +11,7 @@ from services.gateway.http.docs import takes
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
 from services.requests.store.record import ResponseRecord
+from shared.model.wire_struct import as_dict
 from shared.wire.messages import GenerateRequest
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ async def render(context: Context, body: GenerateBody, record: ResponseRecord, r
     return [
         {
             "request_id": record.response_id, "model": record.model, "token_ids": found["tokens"],
-            "sampling_params": {name: value for name, value in asdict(asked.params).items() if name not in OWN},
+            "sampling_params": {name: value for name, value in as_dict(asked.params).items() if name not in OWN},
             "stream": body.stream, "stream_options": options, "priority": body.priority, "cache_salt": body.cache_salt or None,
         }
         for asked, found in zip(requests, await ask_each(context, record.served_model, "tokenize", requests), strict=True)

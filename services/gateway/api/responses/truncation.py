@@ -1,6 +1,6 @@
 """How much of a conversation fits the model."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from services.gateway.answering.ask import ask_tokenizer
 from services.gateway.context import Context

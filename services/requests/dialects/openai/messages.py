@@ -13,8 +13,7 @@ from services.requests.bodies.fields import CONTENT_SCHEMA as TEXT_SCHEMA
 from services.requests.bodies.fields import MAX_NAME, at, at_most, join_parts, kind_of
 from services.requests.text.parsing.answer import INPUT
 from shared.model.json_text import TooDeep, check_text
-from shared.wire.images import ContentPart
-from shared.wire.messages import ChatMessage, ToolCall
+from shared.wire.messages import ChatMessage, ContentPart, ToolCall
 
 MAX_TOOL_CALLS = 128
 

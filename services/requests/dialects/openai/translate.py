@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.requests.bodies import parse
 from services.requests.bodies.ignored import renamed

@@ -18,6 +18,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from msgspec import structs
 
 from services.requests.store.admission.held import check_size, too_much_held
 from services.requests.store.admission.known import KnownReplicas
@@ -320,7 +321,7 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     serve.
     """
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
-    owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
+    owned = [structs.replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
     with redis_errors_as_503():
         keeps = KEPT_BYTES if record.is_background else 0
         await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, keeps, record.images)
@@ -330,4 +331,4 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:
     """How the tenant's request is scheduled."""
     priority, salt = scheduling.priority + tenant.priority, tenant.salted(scheduling.cache_salt)
-    return replace(scheduling, priority=priority, cache_salt=salt, tenant_id=tenant.tenant_id)
+    return structs.replace(scheduling, priority=priority, cache_salt=salt, tenant_id=tenant.tenant_id)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import redis.asyncio
+from msgspec import structs
 
 from services.requests.store.client import persist
 from shared.process.stages import PIPELINE
@@ -88,7 +89,7 @@ def gone(live: Registry, last: Mapping[tuple[str, str], Replica]) -> Iterator[Re
     models = {name: each.model for each in live.replicas if each.model is not None for name in (each.model, *each.aliases)}
     for (stage, model), each in last.items():
         if not live.of(stage, model) and models.get(model, model) == model:
-            yield replace(each, aliases=tuple(alias for alias in each.aliases if models.get(alias, model) == model))
+            yield structs.replace(each, aliases=tuple(alias for alias in each.aliases if models.get(alias, model) == model))
 
 
 def described(registry: Registry) -> dict[tuple[str, str], Replica]:
@@ -96,5 +97,5 @@ def described(registry: Registry) -> dict[tuple[str, str], Replica]:
     newest: dict[tuple[str, str], Replica] = {}
     for each in sorted(registry.replicas, key=lambda replica: (replica.started_at, replica.replica_id)):
         if each.model is not None and each.stage in PIPELINE:
-            newest[each.stage, each.model] = replace(each, idle_s=0.0, load=Load(), problem="")
+            newest[each.stage, each.model] = structs.replace(each, idle_s=0.0, load=Load(), problem="")
     return newest

@@ -21,7 +21,7 @@ from services.requests.store.modules.schemas import MAX_POSITION, PromptModulesB
 from shared.model.context_length import context_exceeded
 from shared.process.errors import Invalid, Rejected
 from shared.process.host_memory import size_text
-from shared.wire.prompt_modules import ModulePart, PromptModule
+from shared.wire.messages import ModulePart, PromptModule
 from shared.wire.script import load_script, table
 from shared.wire.streams import module_set_key, module_sets_key
 

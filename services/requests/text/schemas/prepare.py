@@ -4,8 +4,10 @@ be. Runs in the helper: a schema may take long."""
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.requests.text.schemas.closing import COMPOSED, closed
 from services.requests.text.schemas.endings import never_ends

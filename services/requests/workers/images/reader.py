@@ -13,8 +13,7 @@ from services.requests.workers.pool import HelperFailed, HelperPool
 from shared.model.vision.images import MAX_IMAGES, Image
 from shared.model.vision.pixels import MAX_BYTES
 from shared.process.errors import Invalid
-from shared.wire.images import ContentPart
-from shared.wire.messages import ChatMessage
+from shared.wire.messages import ChatMessage, ContentPart
 
 READ_TIMEOUT_S = 120.0  # of all images of a request
 CHECK_TIMEOUT_S = 10.0  # of one image; a camera's takes a quarter of a second
