@@ -55,7 +55,7 @@ def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
         assert difference.norm() < (0.05 if name == "phi3-longrope" else 0.025) * expected.norm()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.pairwise("name")
 # Every family as it is; those whose layers have parts of their own (post-norms, norms of heads, multipliers) in both forms of integers too.
 @pytest.mark.parametrize(
     ("name", "quantization"),

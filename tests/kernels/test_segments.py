@@ -119,6 +119,7 @@ def test_modules_are_found_in_new_orders_and_beside_others() -> None:
     assert engine.scheduler.prefixes.num_hits - before == 20, "in another place they are others"
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("group", [0, 8, 32])
 @pytest.mark.parametrize("window", [None, 40])

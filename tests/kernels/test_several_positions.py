@@ -106,7 +106,7 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
     assert {key: message for key, (_, message) in found.items()} == {key: message for key, (_, message) in expected.items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.pairwise("name")
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
     ("name", "quantization", "kv_group"),
