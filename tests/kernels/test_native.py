@@ -296,6 +296,7 @@ def test_the_largest_logits_and_the_mass_of_all(vocab: int, rows: int, wanted: i
         assert search.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at]
 
 
+@pytest.mark.sampled(2)
 def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
     """The demo model's own answers survive quantization."""
     from transformers import AutoTokenizer

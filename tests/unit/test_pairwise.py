@@ -1,4 +1,4 @@
-"""What `pairwise` leaves of a test's cases: every pair of values."""
+"""The cases that the mark `pairwise` leaves of a test have every pair of values."""
 
 from itertools import product
 
