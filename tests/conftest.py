@@ -3,8 +3,8 @@
 import os
 import random
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from services.operator.redis_server import socket_path, start_server
 from shared.wire.streams import CELERY_PREFIX
 from tests.deployment import Deployment
 from tests.examples import DEFAULT
+from tests.pairwise import covering
 from tests.waiting import wait_until
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
@@ -44,13 +45,21 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `more` all but each so many-th case of a test that is `sampled`."""
-    numbers = Counter[tuple[Path, str]]()
+    """Mark `more` the cases that a test's mark `sampled` or `pairwise` leaves out."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and (sampled := item.get_closest_marker("sampled")) is not None:
-            if numbers[item.path, item.originalname] % sampled.args[0]:
-                item.add_marker("more")
-            numbers[item.path, item.originalname] += 1
+        if isinstance(item, pytest.Function):
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        if (sampled := cases[0].get_closest_marker("sampled")) is not None:
+            chosen: Collection[int] = range(0, len(cases), sampled.args[0])
+        elif (pairwise := cases[0].get_closest_marker("pairwise")) is not None:
+            factors = list(cases[0].callspec.params)
+            chosen = covering([[repr(case.callspec.params[name]) for name in factors] for case in cases], [factors.index(name) for name in pairwise.args])
+        else:
+            continue
+        for number in set(range(len(cases))).difference(chosen):
+            cases[number].add_marker("more")
 
 
 def answers(url: str) -> bool:

@@ -52,7 +52,7 @@ SUITES = {
     ),
     "lm-eval": Suite("tests.lm_eval", "lm-eval finds transformers' loglikelihoods", "minutes", "", ("--no-compile", "--editable", ".[lm-eval]")),
     "models": Suite("tests.models", "each of 133 architectures runs as its case says, with transformers' tokens, or is refused", "10 minutes"),
-    "more": Suite("pytest", "the cases that `make test` leaves out of tests with many", "10 minutes", arguments=("-m", "more")),
+    "more": Suite("pytest", "the cases that `make test` leaves out of tests with many, and long tests", "half an hour", arguments=("-m", "more")),
     "proxies": Suite("tests.proxies", "gateways behind nginx and Caddy, by the files of deploy/proxy", "4 minutes", "apt install nginx caddy"),
     "redis": Suite("tests.secure_redis", "a Redis with TLS only and a user for each stage", "a minute", "redis-server 7 with TLS, openssl"),
     "speculation": Suite("tests.chaos.speculation", "1,000 requests have the same answers with drafts and two kills of compute as without either", "minutes"),

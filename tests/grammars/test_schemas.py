@@ -17,7 +17,7 @@ from tests.grammars.schemas import keeps_to, schemas
 AT_ONCE = 24
 
 
-@examples(32, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
+@examples(16, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(some=st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE), temperature=st.sampled_from([0.9, 2.0]), seed=st.integers(0, 1 << 32))
 def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temperature: float, seed: int) -> None:
     asked = [prepare(Constraint("json_schema", json.dumps(each))).constraint for each in some]

@@ -46,6 +46,7 @@ def test_threads_of_another_level_are_not_counted() -> None:
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("instruction_set")
 def test_two_contexts_in_two_threads_give_the_same_bits() -> None:
     modes = ("none", "w4")

@@ -31,7 +31,7 @@ def random_prompts() -> list[list[int]]:
     return some + [torch.randint(2, SIZES["vocab_size"], (3 + 5 * number,), generator=generator).tolist() for number in range(33 - len(some))]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.pairwise("name")
 @pytest.mark.parametrize(("name", "quantization", "kv_group"), CASES)
 def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
     reference_model(name, tmp_path)

@@ -129,7 +129,7 @@ STRUCTURES = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_every_family_comes_nearer_to_itself(name: str, tmp_path: Path) -> None:
     """In four bits, on text that calibration did not see: the logits' error is below that of rounding to nearest."""
@@ -162,7 +162,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch
     yield path, windows_of("\n".join(lines[1::2]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("quantization", "bound"), [("w4", 0.7), ("nf4", 0.8), ("w8a8", 1.1)])
 def test_a_calibrated_checkpoint_loads_serves_and_is_nearer(
     quantization: str, bound: float, talk: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -237,6 +237,7 @@ def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
     assert rows.counts.tolist() == [1, 1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
 @pytest.mark.parametrize("place", ["native", "numpy", "device"])
 def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str) -> None:
@@ -257,6 +258,7 @@ def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str
         assert values[row].tolist() == logits[row].numpy()[order].tolist()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
 @pytest.mark.parametrize("place", ["native", "numpy", "device"])
 def test_a_row_says_that_it_has_a_nan(vocab: int, k: int, place: str) -> None:

@@ -132,7 +132,7 @@ def test_what_is_allowed_is_what_the_rules_say(
             allowed_tokens(sequence.prefix(), mask, 64)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_draws_under_a_grammar_have_the_masked_distribution(search: RowSearch, is_greedy: bool) -> None:
     """Chi-square over 20,000 draws at 40 steps of 500 rows."""

@@ -178,7 +178,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_computes_what_its_weights_mean(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In float32 the tokens are transformers', in bfloat16 on native code the logits after each prompt are close to its (root mean square)."""

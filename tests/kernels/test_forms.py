@@ -161,7 +161,7 @@ def test_gated_layers_norms_and_logits(form: str) -> None:
         assert error(logits, QuantizedTorchLinear(gate_up, None)(rms_norm(x, norm, EPS).float())) < 2.5e-2, group
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_many_long_rows(form: str) -> None:
     """Several panels of rows: the same bits as alone, and in any smaller company."""

@@ -199,6 +199,7 @@ def test_only_what_is_dequantized_anyway_is_quantized_anew(kind: Kind, tmp_path:
     assert open_model(str(tmp_path / "out")).config["quantization_config"]["quantization"] == "w8a8"
 
 
+@pytest.mark.more
 def test_the_quality_bench_measures_a_file_in_the_modes_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +202,8 @@ def test_a_full_disk_ends_the_tier_and_nothing_else(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("services.compute.cache.kv_store.os.pwrite", fail)
     fill(tier, list(range(100)), seed=1)
-    for _ in range(100):
-        if tier.stored.is_broken:
-            break
-        time.sleep(0.05)
-    assert tier.stored.is_broken and tier.stored.num_written == 0
+    wait_until(lambda: tier.stored.is_broken, description="the disk is known to be full")
+    assert tier.stored.num_written == 0
     sequence = make_sequence(1, list(range(500, 600)), 1)
     assert tier.restore([sequence], None) and sequence.kv.is_restored
     fill(tier, list(range(200, 300)), seed=2)

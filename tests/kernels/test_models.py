@@ -129,7 +129,7 @@ def test_the_demo_answers_through_transformers_too() -> None:
     assert tokens[-1] == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3", "qwen2-moe", "gpt-oss", "gemma2", "gemma3", "demo"])
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
@@ -145,7 +145,7 @@ def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path
     assert Engine(loaded, block_size=5, num_blocks=600).generate(some, num_tokens) == together
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2"])
 def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
     """Prompts with a beginning in common, while it is being computed, after it, and with evictions in between."""

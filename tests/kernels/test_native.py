@@ -84,6 +84,7 @@ def test_many_long_rows(mode: str, rows: int, n: int, k: int) -> None:
     assert layer(x[:0]).shape == (0, n)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("mode", "bound"), [("none", 6e-3), ("w8a8", 2.5e-2), ("w4", 2.5e-2), ("nf4", 2.5e-2)])
 @pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (7, 96, 200), (33, 896, 1000), (130, 256, 768)])
 def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden: int, inter: int) -> None:
@@ -101,6 +102,7 @@ def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden:
     assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (33, 96, 200)])
 def test_an_mlp_with_gelu_and_no_norm_or_residual(mode: str, rows: int, hidden: int, inter: int) -> None:
@@ -168,7 +170,7 @@ def exact_attention(
     return torch.einsum("hnc,chd->nhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("group", "scores", "spread"), [(0, None, 0), (0, Scores(0.3, 5.0), 3), (8, None, 40), (32, Scores(0.3, 5.0), 0), (0, None, 2)])
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "contexts", "lengths"),
@@ -244,6 +246,7 @@ def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str) -> None:
         assert found[3].isnan().all() and torch.isfinite(found[torch.arange(20) != 3].float()).all(), column
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("group", [0, 8, 64])
 @pytest.mark.parametrize("norm_heads_of", [None, (1, 1), (6, 2)])
 @pytest.mark.parametrize("rotary_dim", [64, 32])
@@ -293,6 +296,7 @@ def test_the_largest_logits_and_the_mass_of_all(vocab: int, rows: int, wanted: i
         assert search.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at]
 
 
+@pytest.mark.sampled(2)
 def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
     """The demo model's own answers survive quantization."""
     from transformers import AutoTokenizer

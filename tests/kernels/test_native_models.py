@@ -55,7 +55,7 @@ def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
         assert difference.norm() < (0.05 if name == "phi3-longrope" else 0.025) * expected.norm()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.pairwise("name")
 # Every family as it is; those whose layers have parts of their own (post-norms, norms of heads, multipliers) in both forms of integers too.
 @pytest.mark.parametrize(
     ("name", "quantization"),
@@ -78,6 +78,7 @@ def test_layers_in_one_call_are_those_called_one_by_one(name: str, quantization:
         assert torch.equal(torch.stack(stacked.logits[number]), torch.stack(by_layer.logits[number]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "quantization"), [("gemma2", "none"), ("qwen3", "w8a8"), ("gemma2", "w4")])
 def test_panels_of_rows_are_what_one_thread_computes(name: str, quantization: str, tmp_path: Path) -> None:
     """Bit for bit: 290 rows are one piece to one thread, and three panels, the last of fewer rows, to two."""

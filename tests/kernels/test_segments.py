@@ -79,7 +79,7 @@ def test_tokens_and_logits_equal_transformers_under_the_same_mask(name: str, mod
         torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "how"), [("llama3", {}), ("mistral-window", {}), ("demo", NATIVE), ("demo", {**NATIVE, "kv_group": 32})])
 def test_the_cache_a_batch_chunks_and_preemption_change_no_bit(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     reference_model(name, tmp_path)
@@ -119,6 +119,7 @@ def test_modules_are_found_in_new_orders_and_beside_others() -> None:
     assert engine.scheduler.prefixes.num_hits - before == 20, "in another place they are others"
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("group", [0, 8, 32])
 @pytest.mark.parametrize("window", [None, 40])

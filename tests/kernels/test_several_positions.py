@@ -106,7 +106,7 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
     assert {key: message for key, (_, message) in found.items()} == {key: message for key, (_, message) in expected.items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.pairwise("name")
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
     ("name", "quantization", "kv_group"),
@@ -120,6 +120,7 @@ def test_native_code(name: str, quantization: str, kv_group: int, tmp_path: Path
     check(Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization), kv_group)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_K, Kind.Q8_0])
 def test_a_gguf_file_whose_blocks_are_kept(kind: Kind, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_gguf_file_whose_blocks_are_kept(kind: Kind, tmp_path: Path) -> None:
     check(Engine(open_model(str(path)), dtype=torch.bfloat16))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_group"),
     [
@@ -141,6 +142,7 @@ def test_torch(name: str, dtype: torch.dtype, kv_group: int, tmp_path: Path, mon
     check(Engine(tmp_path, dtype=dtype), kv_group)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
 def test_quantized_layers_in_torch(quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference_model("qwen3", tmp_path)

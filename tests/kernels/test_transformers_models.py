@@ -85,7 +85,7 @@ def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -
     assert_greedy(engine, reference, some, NUM_TOKENS)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ALL)
 def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)

@@ -43,6 +43,7 @@ def test_a_layer_computes_the_bits_of_its_widened_weights(form: str, rows: int, 
 
 
 @pytest.mark.usefixtures("instruction_set")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
 @pytest.mark.parametrize("rows", [1, 5, 40, 600])
 def test_an_mlp_that_is_quantized_at_load(quantization: str, rows: int) -> None:

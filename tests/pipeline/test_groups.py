@@ -37,9 +37,8 @@ def ranks_shown(deployment: Deployment, compute: str) -> tuple[str, ...]:
         return next(line.ranks for line in Watcher(client).watch(0).replicas if line.pid == deployment.processes[compute].pid)
 
 
-@pytest.mark.parametrize(
-    "groups", [GROUPS[:1], *(pytest.param(each, marks=pytest.mark.more) for each in (GROUPS[1:], SHARDED))], ids=["ranks", "stages", "sharded"]
-)
+@pytest.mark.more  # stages/test_group.py and stages/test_ranks_in_line.py are not
+@pytest.mark.parametrize("groups", [GROUPS[:1], GROUPS[1:], SHARDED], ids=["ranks", "stages", "sharded"])
 def test_groups_give_the_bytes_of_one_process_and_lose_nothing_with_a_rank(deployment: Deployment, groups: list[dict[str, Any]]) -> None:
     deployment.start_all(num_threads=1)
     [alone] = [name for name in deployment.processes if name.startswith("compute")]

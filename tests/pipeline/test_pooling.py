@@ -1,5 +1,7 @@
 """Scores, reranking, classification and vectors of conversations: of a decoder, and of models with a classification head."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from services.gateway.api.pooling.routes import cosines
 from tests.deployment import MODEL, Deployment
 from tests.kernels.test_embeddings import SMALL, save_word_tokenizer
+from tests.waiting import wait_until
 
 QUERY, DOCUMENTS = "What is a turbine?", ["A turbine turns.", "Bread is baked.", "A penstock feeds a turbine."]
 
@@ -100,10 +103,25 @@ def logits(model: Any, first: str, second: str | None = None) -> Any:
         return model(input_ids=torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
 
 
-def test_a_classifier_tells_texts_apart_as_transformers_does(deployment: Deployment, tmp_path: Path) -> None:
+@contextmanager
+def serving(demo: Deployment, folder: Path) -> Iterator[Deployment]:
+    """The demo, with another model beside its own."""
+    names = [demo.start(stage, model=folder, dtype="float32") for stage in ("tokenizer", "compute", "sampler")]
+    demo.wait_live(*names)
+    asked = {"model": folder.name, "input": "w1"}
+    wait_until(lambda: demo.post("/v1/embeddings", asked).status_code not in (404, 503), description="the gateway knows of it")
+    yield demo
+    for name in names:
+        assert demo.terminate(name) == 0
+
+
+def test_a_classifier_tells_texts_apart_as_transformers_does(demo: Deployment, tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "classifier", num_labels=3)
-    deployment.environment = {"PENSTOCK_MODEL": str(tmp_path / "classifier")}
-    deployment.start_all(dtype="float32")
+    with serving(demo, tmp_path / "classifier"):
+        check_classes(demo, model)
+
+
+def check_classes(deployment: Deployment, model: Any) -> None:
     texts = ["w1 w2 w3", "w9"]
     reply = deployment.post("/classify", {"model": "classifier", "input": texts}).json()
     for text, each in zip(texts, reply["data"], strict=True):
@@ -116,10 +134,13 @@ def test_a_classifier_tells_texts_apart_as_transformers_does(deployment: Deploym
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "model_not_supported"
 
 
-def test_a_reranker_reads_both_texts_at_once(deployment: Deployment, tmp_path: Path) -> None:
+def test_a_reranker_reads_both_texts_at_once(demo: Deployment, tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "reranker", num_labels=1)
-    deployment.environment = {"PENSTOCK_MODEL": str(tmp_path / "reranker")}
-    deployment.start_all(dtype="float32")
+    with serving(demo, tmp_path / "reranker"):
+        check_scores(demo, model)
+
+
+def check_scores(deployment: Deployment, model: Any) -> None:
     query, documents = "w1 w2", ["w3", "w4 w5 w6", "w1 w2"]
     expected = [float(logits(model, query, each).sigmoid()) for each in documents]
     reply = deployment.post("/v1/score", {"model": "reranker", "text_1": query, "text_2": documents}).json()

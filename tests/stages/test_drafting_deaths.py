@@ -31,6 +31,7 @@ SCHEMA = (
 REGEX = r"([a-z]{1,5} ){10,20}end"
 STEP_S = 0.008  # a step's, so that a process can be killed amid an answer
 NUM_CHOICES = 3
+MAX_ROUNDS = 3
 
 
 def choices(request: GenerateRequest) -> list[GenerateRequest]:
@@ -169,23 +170,29 @@ def test_the_requests_end_in_all_ways(pipeline: Pipeline) -> None:
     assert ends["predicted.1"].prediction_tokens[0] > 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("speculate", ["auto", "self", "draft,medusa"])
 def test_logs_are_those_without_drafts_when_processes_die(pipeline: Pipeline, speculate: str) -> None:
-    stages, prefix = pipeline.stages, speculate.replace(",", "-") + "-"
+    rounds = (answer_amid_deaths(pipeline, speculate, f"{speculate.replace(',', '-')}-{number}-") for number in range(MAX_ROUNDS))
+    assert any(rounds), "they were always over before they could be disturbed"
+
+
+def answer_amid_deaths(pipeline: Pipeline, speculate: str, prefix: str) -> bool:
+    """Check the logs. Returns whether the processes died amid them: this one may be held up for longer than the answers take."""
+    stages = pipeline.stages
     settings = {"PENSTOCK_HEADS": str(pipeline.heads), "PENSTOCK_DRAFT_MODEL": "demo"} if "draft" in speculate else {}
     first, second, last = (start(stages, f"{prefix}{number}", speculate, **settings) for number in range(3))
     sampler = stages.start("sampler", f"sampler-{prefix}1")
     stages.wait_live(first, second, sampler)
     copies = renamed(prefix, pipeline.asked)
     stood: dict[str, float] = {}
-    total = sum(map(len, pipeline.expected.values()))
+    total, is_amid = sum(map(len, pipeline.expected.values())), True
     with leases_end_with_processes(stages):
         submit(stages, copies)
         for share, victim in ((0.15, first), (0.3, sampler), (0.5, second)):
             wait_until(lambda share=share: num_tokens(stages, copies) > share * total, description=f"{share} of their tokens are there")
             note_drafts(stages, stood)
-            assert num_tokens(stages, copies) < 0.9 * total, "they were over before they could be disturbed"
+            is_amid &= num_tokens(stages, copies) < 0.9 * total
             stages.kill(victim)
         wait_for_all(stages, copies)
         note_drafts(stages, stood)
@@ -194,3 +201,4 @@ def test_logs_are_those_without_drafts_when_processes_die(pipeline: Pipeline, sp
     assert sum(stood.values()) > 5
     told = "".join((stages.folder / f"{name}.log").read_text() for name in (first, second, last))
     assert "differs from the predicted one" not in told, "a sampler had to put right what compute foresaw"
+    return is_amid

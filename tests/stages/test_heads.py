@@ -41,7 +41,7 @@ def line(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained")
-    flags = ["--tokens", "8000", "--vocabulary", "400", "--epochs", "5", "--temperature", "0.7", "--num-threads", "1"]
+    flags = ["--tokens", "2000", "--vocabulary", "400", "--epochs", "2", "--temperature", "0.7", "--num-threads", "1"]
     assert main(["train-heads", "demo", str(out), *flags]) == 0
     return out
 

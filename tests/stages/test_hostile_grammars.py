@@ -61,6 +61,7 @@ def unbounded_s() -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.more
 def test_a_stream_goes_on_and_memory_comes_back_when_hostile_grammars_arrive(stages: Deployment) -> None:
     stages.start("sampler", "sampler-1")
     stages.start("compute", "compute-1", PENSTOCK_NUM_THREADS="1")

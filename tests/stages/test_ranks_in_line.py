@@ -55,7 +55,7 @@ def expected(redis_url: str) -> dict[str, Any]:
         return answers(line)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.more), 3])
 def test_ranks_that_divide_every_layer(redis_url: str, expected: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     line = LineOfStages(redis_url)
     with Team(FILES, size, num_blocks=line.compute.scheduler.block_manager.num_blocks) as team:

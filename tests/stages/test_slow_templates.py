@@ -39,8 +39,8 @@ def last(line: LineOfStages, request: GenerateRequest) -> Any:
 def test_ordinary_chats_are_all_answered_while_slow_templates_wait(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_templates, "WAIT_S", 600.0)
     monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 1.0)
-    hostile = [chat(f"hostile{number}.0", LOOP) for number in range(8)]
-    ordinary = [chat(f"ordinary{number}.0") for number in range(12)]
+    hostile = [chat(f"hostile{number}.0", LOOP) for number in range(4)]
+    ordinary = [chat(f"ordinary{number}.0") for number in range(8)]
     line.submit(*[each for pair in zip(hostile, ordinary, strict=False) for each in pair], *ordinary[len(hostile) :])
     wait_until(lambda: all(line.has_ended(each.request_id) for each in ordinary), description="the ordinary ones are answered", timeout_s=120)
     assert not all(line.has_ended(each.request_id) for each in hostile)

@@ -25,6 +25,11 @@ def forge(_: str) -> bytes:
     return os.read(0, 1)
 
 
+def wait_for_file(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
 def pipes(_: str) -> int:
     """How many pipes are open besides standard input, output and errors."""
     own = [fd for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")]
@@ -34,6 +39,7 @@ def pipes(_: str) -> int:
 WORDS: dict[str, Callable[[str], object]] = {
     "look": lambda _: SEEN,
     "sleep": lambda rest: time.sleep(float(rest)),
+    "wait": wait_for_file,
     "environment": lambda _: dict(os.environ),
     "memory": lambda rest: len(bytearray(int(rest))),
     "files": lambda rest: [os.dup(0) for _ in range(int(rest))][-1],

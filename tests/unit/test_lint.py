@@ -1,7 +1,10 @@
 """The checks of texts that `make check` runs (tests/lint/) find what they are for."""
 
+import ast
+
 import pytest
 
+from tests.lint.class_names import public_classes, repeated
 from tests.lint.contents import BEGIN, with_contents
 from tests.lint.docs_links import problem_of, wrong_headings
 from tests.lint.named_files import is_there
@@ -52,6 +55,16 @@ def test_a_file_is_named_by_its_path_or_by_the_end_of_it() -> None:
     files = {"services/compute/cache/block_manager.py"}
     assert is_there("cache/block_manager.py", files) and is_there("services/compute/cache/block_manager.py", files)
     assert not is_there("services/cache/block_manager.py", files) and not is_there("block.py", files)
+
+
+def test_a_public_class_name_stands_once() -> None:
+    sources = {
+        "first": "class Line: ...\nclass _Own: ...\nclass Offer:\n    class Inner: ...",
+        "second": "class _Own: ...\nclass Inner: ...\n\nclass Line: ...",
+    }
+    places = public_classes({ROOT / name: ast.parse(text) for name, text in sources.items()})
+    assert [str(problem) for problem in repeated(places)] == ["second:4: a class Line stands in first, too"]
+    assert repeated(places, frozenset({"Line"})) == []
 
 
 def test_ci_runs_the_commands_that_the_readme_names() -> None:

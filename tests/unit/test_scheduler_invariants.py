@@ -474,4 +474,4 @@ def chained_hash(content: tuple[Any, ...]) -> bytes:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = examples(200, stateful_step_count=40)
+TestScheduler.settings = examples(120, stateful_step_count=40)

@@ -64,7 +64,7 @@ def test_a_step_costs_its_bytes_or_its_operations() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_replay_accounts_for_every_token(strategy: str) -> None:
-    requests = with_rate(load_trace("synthetic", 300), 40.0)
+    requests = with_rate(load_trace("synthetic", 150), 40.0)
     blocks = BlockManager(700, 16, prefix_caching=False)
     scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=64, max_batched_tokens=512)
     cost = StepCost(0.005, 1e-5, 1e-7)

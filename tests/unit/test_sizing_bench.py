@@ -38,5 +38,5 @@ def test_prompts_have_their_lengths_and_begin_differently() -> None:
     prompts = [prose.take(length) for length in (1, 8, 100, 3000)]
     lengths = [len(prose.tokenizer.encode(each, add_special_tokens=False).ids) for each in prompts]
     assert lengths == pytest.approx([1, 8, 100, 3000], abs=2)
-    assert len({prose.take(32) for _ in range(2000)}) == 2000
+    assert len({prose.take(32) for _ in range(500)}) == 500
     assert len(prose.tokenizer.encode(prose.take(len(prose.token_ids) + 5), add_special_tokens=False).ids) > len(prose.token_ids)

@@ -210,7 +210,7 @@ def test_all_that_is_wrong_is_named() -> None:
         parse(ChatCompletionBody, b'{"model": "m"}')
     assert (missing.value.code, missing.value.param) == ("missing_required_parameter", "messages")
     with pytest.raises(Invalid) as many:
-        parse(ChatCompletionBody, orjson.dumps({f"field{number}": 1 for number in range(1_000_000)}))
+        parse(ChatCompletionBody, orjson.dumps({f"field{number}": 1 for number in range(100_000)}))
     assert len(str(many.value)) < 1000
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ def results(weights: EagleWeights, embedding: Tensor, states: Tensor, backend: B
     return [*found, head.logits(second).clone()]
 
 
+@pytest.mark.more
 @torch.inference_mode()
 def test_a_head_computes_what_torch_does(tmp_path: Path) -> None:
     torch.manual_seed(1)

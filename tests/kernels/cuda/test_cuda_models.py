@@ -133,6 +133,7 @@ def test_a_recording_belongs_to_its_cache(model: Path, monkeypatch: pytest.Monke
         assert len(stack.recordings) == max(1, number - 1)
 
 
+@pytest.mark.more
 def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it says how much memory is left for the KV cache. What a mixture of experts takes between them is measured too."""
     config = Qwen2MoeConfig(

@@ -70,6 +70,7 @@ def test_each_block_has_its_scale_and_its_sum_is_added_in_float32() -> None:
     assert torch.equal(layer(torch.full((2, 384), 448.0)), torch.full((2, 16), 448 * (128 + 256 * 2.0**-20)))
 
 
+@pytest.mark.more
 def test_tokens_are_those_of_torch_in_float32(tmp_path: Path) -> None:
     reference_model("llama", tmp_path, config=CONFIG)
     check = check_model(tmp_path, CudaBackend(torch.float32, CPU), quantization="fp8", lengths=(9,), num_tokens=2, reference=FLOAT32)
