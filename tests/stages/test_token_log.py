@@ -1,7 +1,7 @@
 """The token log's scripts under any interleaving: writers that race and repeat themselves, ends from anybody, a Redis that forgets."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import redis
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from msgspec.structs import replace
 
 from shared.process.errors import Invalid, Lost
 from shared.wire.messages import RequestError, StepDecisions, StepEvents, TokenEvent, decode, encode
