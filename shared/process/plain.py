@@ -1,12 +1,13 @@
-"""Values between a process and its helpers: what msgpack has, tuples, arrays of numpy, and objects of
-the classes that the reader names.
+"""Values between a process and its helpers: msgpack's, tuples, arrays of numpy, and objects of the
+classes that the reader names.
 
 Reading them runs no code but the constructors of these classes, so a helper that was taken over can
-send a wrong value, and nothing worse. Pickle would run whatever it is told to.
+send a wrong value, and nothing worse. Pickle would run any code in its input.
 """
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -22,33 +23,34 @@ class Unreadable(Exception):
 
 def pack(value: object) -> bytes:
     """Raises ValueError for a value that is nested too deeply, TypeError for one that has no form."""
-    packed: bytes = msgpack.packb(value, default=_packed, strict_types=True)
+    packed: bytes = msgpack.packb(value, default=_packed, strict_types=True, unicode_errors="surrogatepass")
     return packed
 
 
 def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
-    """The value. classes: of the objects in it. Raises Unreadable."""
+    """The value. classes: those of the objects in it. Raises Unreadable."""
     by_name, depth = {name_of(each): each for each in classes}, 0
 
     def read(code: int, inner: bytes) -> Any:
         nonlocal depth
         if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack's own, with a large frame
             raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
-        found = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
+        value = unpackb(inner)
         depth -= 1
         if code == TUPLE:
-            return tuple(found)
+            return tuple(value)
         if code == ARRAY:
             import numpy as np
 
-            kind, shape, content = found
+            kind, shape, content = value
             return np.frombuffer(content, np.dtype(kind)).reshape(shape)
-        name, state = found
+        name, state = value
         return _object(by_name[name], state)
 
+    unpackb = partial(msgpack.unpackb, ext_hook=read, strict_map_key=False, unicode_errors="surrogatepass")
     try:
-        return msgpack.unpackb(data, ext_hook=read, strict_map_key=False)
-    except Exception as error:  # whatever the bytes lead to: they come from a process that may be anybody's
+        return unpackb(data)
+    except Exception as error:  # of any kind: the bytes may come from a process that was taken over
         raise Unreadable(f"{type(error).__name__}: {error}") from None
 
 
