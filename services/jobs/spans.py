@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from services.jobs.asking import Asked
-from services.jobs.output import Answer
+from services.jobs.output import AnsweredLine
 from services.requests.store.batches.store import Batch
 from shared.process.tracing import Attributes, Tracer
 
@@ -50,7 +50,7 @@ class BatchSpans:
         if asked.record.traceparent:
             self.tracer.record("admission", asked.record.traceparent, started_at, time.time(), {"penstock.num_sequences": len(asked.requests)})
 
-    def line(self, asked: Asked, custom_id: str, answer: Answer | None) -> None:
+    def line(self, asked: Asked, custom_id: str, answer: AnsweredLine | None) -> None:
         """Record a request's outcome; None: it has to be asked again."""
         if not asked.record.traceparent:
             return

@@ -10,7 +10,7 @@ BYTES_A_TOKEN = 3  # of a question that nobody has counted yet; English has more
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """A question and its answer."""
 
     question: str
@@ -20,9 +20,9 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     system: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     def messages(self, question: str, images: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         """As Chat Completions wants them. images: of the question, as data URLs."""
@@ -33,7 +33,7 @@ class Conversation:
 
     def add(self, question: str, answer: str, total_tokens: int, images: tuple[str, ...] = ()) -> None:
         """total_tokens: of the whole conversation as the server counted it; 0: it did not."""
-        self.turns.append(Turn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images))
+        self.turns.append(ChatTurn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images))
 
     def trim(self, question: str, max_model_len: int) -> int:
         """Drop the oldest turns until the question fits, with room for an answer. Returns how many that were.
