@@ -2,7 +2,7 @@
 and their token logs to the body of an answer.
 
 The ids of the requests are a function of the batch, the line and the attempt, and so is the seed,
-where the line has none: whoever asks again finds what is there, and what is not is computed to the
+where the line has none: a worker that asks again finds what is there, and the rest is computed to the
 same.
 """
 

@@ -1,7 +1,7 @@
 """A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of
 lines that are read one after the other.
 
-Synchronous: it runs beside the event loop.
+Synchronous: it runs outside the event loop.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from shared.process.errors import Invalid
 
 BLOCK_LINES = 100
 BLOCK_WEIGHT = 512  # of its lines together: their answers are held until all are there
-MAX_ERRORS = 50  # that are told of one file
+MAX_ERRORS = 50  # reported for one file
 FOLDERS = "batches"
 
 

@@ -29,7 +29,7 @@ class Lease:
         self.token = token
 
     async def take(self) -> bool:
-        """Returns whether nobody else had it."""
+        """Returns whether the lease was free."""
         return bool(await self.client.set(self.key, self.token, nx=True, px=int(LEASE_S * 1000)))
 
     async def renew(self) -> bool:
@@ -37,7 +37,8 @@ class Lease:
         return bool(await self.client.eval(RENEW, 1, self.key, self.token, int(LEASE_S * 1000)))
 
     async def is_free(self) -> bool:
-        """Returns whether nobody has it: Redis was away, or this worker stood still, for longer than the lease, and nobody else was there."""
+        """Returns whether the lease is free: Redis was away, or this worker stood still, for longer than the lease, and no
+        other worker took it."""
         return not await self.client.exists(self.key)
 
     async def give_up(self) -> None:

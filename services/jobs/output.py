@@ -1,8 +1,8 @@
 """A batch's output: a part for each block of lines, written once that is answered, and at the end
 the two files of the API.
 
-A part is there whole or not at all, and its name says what it counts: so the names are how far the
-batch is, whoever died. Synchronous: it runs beside the event loop.
+A part is there whole or not at all, and its name says what it counts: so the names say how far the
+batch is after any worker's death. Synchronous: it runs outside the event loop.
 """
 
 import itertools
@@ -26,11 +26,11 @@ COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file th
 
 @dataclass(frozen=True, slots=True)
 class AnsweredLine:
-    """A line that is answered."""
+    """A line of the output."""
 
-    line: bytes  # empty: it is laid by
+    line: bytes  # empty if it is in the spool
     totals: Totals
-    spooled: tuple[str, int, int] | None = None  # path, and from which byte to which
+    spooled: tuple[str, int, int] | None = None  # path, first byte, end
 
     @property
     def is_completed(self) -> bool:

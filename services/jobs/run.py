@@ -45,7 +45,7 @@ log = get_logger("penstock.jobs")
 
 SLICE_S = 60.0  # then other batches have their turn
 WATCH_EVERY_S = 1.0
-MAX_ATTEMPTS = 5  # at a line whose log Redis loses
+MAX_ATTEMPTS = 5  # for a line whose log Redis loses
 MAX_BEGUN = 10  # runs in a row that end with their worker, or by a mistake of ours, and have answered nothing
 AGAIN_S = 1.0  # after the server was full, or a stage missing
 CLOSED = {
@@ -70,7 +70,7 @@ class BatchRun:
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
-        self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
+        self.num_reported = 0  # answered lines in the batch's record, including those that this run has yet to read again
         self.blocks = OpenBlocks(runtime.storage, batch_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
@@ -117,14 +117,14 @@ class BatchRun:
         return self.done + self.blocks.totals
 
     async def _watch(self) -> bool:
-        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True
+        """Renew the lease, report how far the batch is, and see whether it must end. Returns True
         when this run is over. Raises LeaseLost."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if not await persist(self.lease.renew):
                 if not await persist(self.lease.is_free):
                     raise LeaseLost("another worker has taken the batch")
-                log.warning("the lease ran out and nobody has taken the batch: another run goes on", batch_id=self.batch_id)
+                log.warning("the lease ran out and no worker has taken the batch: another run goes on", batch_id=self.batch_id)
                 return True  # what this run knows may be old
             if (batch := await self._load()) is None:
                 raise LeaseLost("the batch is gone from Redis")
@@ -139,12 +139,12 @@ class BatchRun:
         await persist(lambda: self.runtime.client.eval(BEGUN, 1, batch_key(self.batch_id), num_begun))
 
     async def _load(self) -> Batch | None:
-        """The batch as it is, told what is counted so far; and whether Redis is full."""
+        """The batch's record, after the counts so far are reported to it; and whether Redis is full."""
 
         async def ask_redis() -> Any:
             async with self.runtime.client.pipeline(transaction=False) as pipe:
                 totals = self._totals()
-                if self.is_answering and totals.num_lines > self.told:
+                if self.is_answering and totals.num_lines > self.num_reported:
                     queue_note(pipe, self.batch_id, asdict(totals))
                     pipe.eval(BEGUN, 1, batch_key(self.batch_id), 1)
                 pipe.exists(upkeep_key("full"))
@@ -154,7 +154,7 @@ class BatchRun:
         *_, is_full, values = await persist(ask_redis)
         self.runtime.slots.pause(bool(is_full))
         batch = read_batch(self.batch_id, values)
-        self.told = batch.totals.num_lines if batch is not None else 0
+        self.num_reported = batch.totals.num_lines if batch is not None else 0
         return batch
 
     async def _note_done(self) -> None:
@@ -179,7 +179,7 @@ class BatchRun:
             return False
         await self._begun(batch.num_begun + 1)
         self._note(batch)
-        self.found = self.told
+        self.found = self.num_reported
         self.spans = spans_of(self.runtime.stage.tracer, batch)
         if not batch.total:  # also of one that was cancelled before it began: its lines are answered, too
             started_at = time.time()

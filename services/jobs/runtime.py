@@ -124,7 +124,7 @@ class JobsRuntime:
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.reading = asyncio.Semaphore(MAX_READING)
-        # batches that are ended beside Celery's queue
+        # batches that are ended outside Celery's queue
         self.ending: dict[str, asyncio.Task[None]] = {}
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()

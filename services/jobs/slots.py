@@ -24,7 +24,7 @@ class SequenceSlots:
     """Counts the sequences of this worker's batches, and watches for the ends of their requests."""
 
     def __init__(self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]) -> None:
-        """most, most_when_busy: sequences, alone and beside other clients' requests.
+        """most, most_when_busy: sequences, alone and while other clients' requests run.
 
         of_other_workers: how many sequences other workers' batches had in the pipeline a moment ago.
         """

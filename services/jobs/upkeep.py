@@ -1,6 +1,6 @@
 """Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so
 that none is the one that must not die; a key in Redis says that a part of the upkeep has just been
-done, by whichever worker.
+done by some worker.
 
 What the stages do by themselves is not done here: logs and records expire, dead replicas' names,
 streams and consumers go (docs/understand/protocol.md).
@@ -51,13 +51,13 @@ BEGUN_WITHIN_S = 10  # is a task that a worker has taken
 SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
 MAX_ENDING = 4  # batches that one worker ends at once; the next sweep begins others
-UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end is nobody's
-UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that nobody serves go
+UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end is removed
+UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that no stage serves go
 
 
 async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
-    """Whether this worker is to do this part now. A full Redis can't note who does: then it is
-    every worker."""
+    """Whether this worker must do this part now. A full Redis can't note which worker does: then every
+    worker does it."""
     try:
         # from before Redis' clock went back: it would hold for as long as that was
         if await runtime.client.pttl(upkeep_key(name)) > 1000 * every_s:
@@ -205,7 +205,7 @@ SHORTEN = "if redis.call('TTL', KEYS[1]) <= tonumber(ARGV[2]) then redis.call('E
 
 
 async def tidy(runtime: JobsRuntime) -> None:
-    """Remove what nobody needs any more: files that have expired or were never finished, and
+    """Remove what is no longer needed: files that have expired or were never finished, and
     streams of models that are not served."""
     if not await claim(runtime, "tidy", TIDY_EVERY_S):
         return
@@ -239,7 +239,7 @@ async def remove_folders(runtime: JobsRuntime) -> int:
 
 
 async def remove_streams(runtime: JobsRuntime) -> int:
-    """The empty streams of models of which no stage has been alive for a day."""
+    """Remove the empty streams of models that no stage has served for a day."""
     sleeping: Any = await runtime.client.smembers(SERVED)
     served = {each.decode(errors="replace").partition(":")[2] for each in sleeping}
     served |= {replica.model or "" for replica in look(runtime.stage.transport.client).replicas}

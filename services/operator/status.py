@@ -1,4 +1,4 @@
-"""`penstock status`: who is alive and how busy, from Redis alone.
+"""`penstock status`: which replicas are alive and how busy, from Redis alone.
 
 Replicas announce themselves once a second, with totals since their start. A rate is taken between two of those announcements, and not between two looks,
 which may have one or two of them in between.
@@ -62,7 +62,7 @@ class ReplicaStatus:
 @dataclass(frozen=True, slots=True)
 class Status:
     replicas: list[ReplicaStatus]
-    missing: list[str]  # stages of which no replica is alive
+    missing: list[str]  # stages without a live replica
     queues: dict[str, int]  # entries of a stream, waiting or being worked on
     dead_letters: int
     warnings: list[str]
@@ -203,7 +203,7 @@ def render(status: Status, width: int) -> RenderableType:
 
 
 def ranks_text(line: ReplicaStatus) -> str:
-    """The processes that are a compute replica; empty: it is one."""
+    """The processes of a compute replica that is a group; empty for one process."""
     if not line.ranks:
         return ""
     first, others = f"{line.host}:{line.pid}", ", ".join(f"rank {rank} at {each}" for rank, each in enumerate(line.ranks, 1))
@@ -211,7 +211,7 @@ def ranks_text(line: ReplicaStatus) -> str:
 
 
 def prefixes_text(line: ReplicaStatus) -> str:
-    """Where a compute replica found its prompts' tokens; empty: there is nothing to say."""
+    """Where a compute replica found its prompts' tokens; empty if it has no figures."""
     if not line.prefix_hits and not line.offered and not line.stolen:
         return ""
     found = f"{line.prefix_hits or 0:.0%} of its prompts' tokens were in its prefix cache"
@@ -242,7 +242,7 @@ def cells(line: ReplicaStatus) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    """In two of its units: 42s, 3m 12s, 5h 07m, 2d 03h."""
+    """Format a duration with its two largest units: 42s, 3m 12s, 5h 07m, 2d 03h."""
     whole = int(seconds)
     for unit, size, part, part_size in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= size:

@@ -111,7 +111,7 @@ def _with_its_arguments(template: str, messages: list[dict[str, Any]], tools: li
 
 
 def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
-    """The messages and the tools without what the template does not know: told in plain messages
+    """The messages and the tools without what the template does not know, which plain messages say
     instead."""
     if not knows(template, "developer"):
         messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -123,7 +123,7 @@ def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> t
 
 
 def with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, whose text is a list of one part."""
+    """The message with its text as a list of one part."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

@@ -58,7 +58,7 @@ class ChatAnswer:
 
     @property
     def figures(self) -> str:
-        """A line with what the answer cost; empty if nobody counted."""
+        """A line with what the answer cost; empty if the server did not count."""
         if self.usage is None or self.ttft_s is None:
             return ""
         parts = [f"{self.usage.num_output_tokens:,} tokens"]
@@ -95,7 +95,7 @@ class Chat:
         raise StartupError(f"no model {name!r} at {self.server.url}: {served}")
 
     def ask(self, question: str) -> ChatAnswer | None:
-        """Show the answer as it comes, and remember it. None: there was none, and the display has said why."""
+        """Show the answer as it comes, and remember it. None if there was none; the display shows why."""
         if limit := self.model.max_model_len:
             self._say_dropped(self.conversation.trim(question, limit))
         answer, images = ChatAnswer(), self.images

@@ -19,7 +19,7 @@ KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first t
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 60.0  # Penstock sends a comment every few seconds; others may think for minutes before their first byte
 PATIENCE_S = 60.0  # without a single event, before a broken answer is given up
-TELL_AFTER_S = 2.0  # without one, the user is told; a gateway that died is mostly back by then
+TELL_AFTER_S = 2.0  # without one, the user sees a notice; a gateway that died is mostly back by then
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0  # between two tries
 MAX_ERROR_CHARACTERS = 2000
 UNAVAILABLE = (502, 503, 504)
@@ -46,7 +46,7 @@ class Interrupted(PenstockError):
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     name: str
-    max_model_len: int | None = None  # tokens of prompt and answer; None: the server does not say
+    max_model_len: int | None = None  # tokens of prompt and answer; None if the server does not report it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ReportedUsage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """A piece of an answer: some of what was said or thought, how it ended, or a word about the connection."""
+    """A piece of an answer: text or reasoning, how the answer ended, or a notice about the connection."""
 
     text: str = ""
     reasoning: str = ""
@@ -117,19 +117,19 @@ class Server:
         options: dict[str, Any] = {"include_usage": True} | ({"include_position": True} if self.is_penstock else {})
         body = body | {"stream": True, "stream_options": options}
         place = StreamPosition()
-        pause_s, heard_at, is_told = FIRST_PAUSE_S, time.monotonic(), False
+        pause_s, heard_at, has_notice = FIRST_PAUSE_S, time.monotonic(), False
         while True:
             try:
                 for piece in self._pieces(body, place):
-                    pause_s, heard_at, is_told = FIRST_PAUSE_S, time.monotonic(), False
+                    pause_s, heard_at, has_notice = FIRST_PAUSE_S, time.monotonic(), False
                     yield piece
                 return
             except Interrupted as error:
                 if not self.is_penstock or time.monotonic() - heard_at > PATIENCE_S:
                     raise ChatError(f"{error} ({error.details})" if error.details else str(error)) from None
-                if not is_told and time.monotonic() - heard_at > TELL_AFTER_S:
+                if not has_notice and time.monotonic() - heard_at > TELL_AFTER_S:
                     yield AnswerDelta(notice=f"{error}; trying again, Ctrl-C stops that")
-                    is_told = True
+                    has_notice = True
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
@@ -218,8 +218,8 @@ def error_message(response: httpx.Response) -> str:
     status = f"HTTP {response.status_code} {response.reason_phrase}".strip()
     try:
         body = response.json()
-        said = body.get("error", body.get("detail", body.get("message")))
-        message = said.get("message") if isinstance(said, dict) else said
+        error = body.get("error", body.get("detail", body.get("message")))
+        message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         message = None
     message = message[:MAX_ERROR_CHARACTERS] if isinstance(message, str) and message else status

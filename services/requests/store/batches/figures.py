@@ -1,8 +1,8 @@
 """Figures of batches, over all workers: a hash in Redis, because workers die and batches do not.
 
 A line is counted by the script that notes it in its batch, an end by the one that makes it: once,
-whoever does either a second time. What waits, and since when, is as of the workers' last sweep
-(services/jobs/upkeep.py); a batch that nobody has swept yet says so itself. Every gateway tells the
+also if either is done a second time. What waits, and since when, is as of the workers' last sweep
+(services/jobs/upkeep.py); a batch that no worker has swept yet says so itself. Every gateway tells the
 same.
 """
 

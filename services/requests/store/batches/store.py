@@ -2,7 +2,7 @@
 cancels it, the workers of services/jobs do the rest.
 
 The status changes by one script that knows where it may go from: a batch that has ended stays as it
-is, whoever comes late.
+is, also for a worker that comes late.
 """
 
 import time
@@ -109,7 +109,7 @@ class BatchRecord:
     """A batch as it was asked for."""
 
     batch_id: str
-    tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
+    tenant: Tenant  # the owner, with its rights and limits when the batch was made
     endpoint: str
     input_file_id: str
     completion_window: str

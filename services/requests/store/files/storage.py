@@ -1,7 +1,7 @@
 """Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not
 at all.
 
-Synchronous: callers run it beside their event loop.
+Synchronous: callers run it outside their event loop.
 """
 
 import os
@@ -45,7 +45,7 @@ class Storage:
         whole = self._within(path)
         unfinished = f"{whole}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
         if isinstance(self.fs, LocalFileSystem):
-            os.makedirs(self.root, 0o700, exist_ok=True)  # what is in it is nobody else's on this machine; a folder that is there keeps its mode
+            os.makedirs(self.root, 0o700, exist_ok=True)  # private to this user; an existing folder keeps its mode
         self.fs.makedirs(whole.rpartition("/")[0], exist_ok=True)
         try:
             with self.fs.open(unfinished, "wb") as file:

@@ -111,7 +111,7 @@ class FileStore:
 
     @asynccontextmanager
     async def _room_for(self, record: FileRecord, max_size: int) -> AsyncIterator[None]:
-        """Room that nobody else is given until the file is known. Reserved before it is looked for:
+        """Reserve room until the file is known. Reserved before it is looked for:
         of two that come at once, the second sees the first."""
         key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
         with redis_errors_as_503():

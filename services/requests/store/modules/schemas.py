@@ -65,7 +65,7 @@ class Module(Body):
 
 
 class Entry(Body):
-    """A module, or several of which a prompt takes one at most. They begin behind the entry before."""
+    """A module, or alternatives, at most one of which a prompt uses. They begin behind the entry before."""
 
     name: Name | None = Field(None, description="of one module; see Module")
     text: str | None = Field(None, description="of one module")

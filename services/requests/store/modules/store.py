@@ -1,6 +1,6 @@
 """Sets of prompt modules, in Redis: a hash each, of what the set is and of each module's tokens.
 
-A set's id follows from what is in it. So it never changes, and who posts it again gets the same.
+A set's id follows from what is in it. So it never changes, and the same set posted again has the same id.
 """
 
 import hashlib
@@ -94,11 +94,11 @@ class ModuleStore:
         long, Rejected (429) where the owner has too many."""
         modules, parts = placed(body, token_ids)
         values = {PREFIX + name: orjson.dumps(each) for name, each in parts.items()}
-        said = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
-        digest = hashlib.blake2b(orjson.dumps([model, said, parts]), digest_size=12).hexdigest()
-        num_bytes = sum(map(len, values.values())) + len(orjson.dumps(said))
+        facts = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
+        digest = hashlib.blake2b(orjson.dumps([model, facts, parts]), digest_size=12).hexdigest()
+        num_bytes = sum(map(len, values.values())) + len(orjson.dumps(facts))
         set_id = f"pm-{digest}"
-        about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": said})
+        about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": facts})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
         keys = module_set_key(owner, set_id), module_sets_key(owner)
         with redis_errors_as_503():
@@ -218,8 +218,8 @@ def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
 
 
 def decode(set_id: str, about: bytes) -> ModuleSet:
-    said = orjson.loads(about)
-    return ModuleSet(set_id, said["model"], said["created_at"], said["num_bytes"], [ModuleFacts(*each) for each in said["modules"]])
+    values = orjson.loads(about)
+    return ModuleSet(set_id, values["model"], values["created_at"], values["num_bytes"], [ModuleFacts(*each) for each in values["modules"]])
 
 
 def member_of(found: ModuleSet) -> str:

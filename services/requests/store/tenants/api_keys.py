@@ -151,12 +151,12 @@ def _changing(path: Path) -> Iterator[list[ApiKey]]:
 
 def wants_keys(settings: GatewaySettings) -> bool:
     """Whether a gateway that starts so asks for a key: there is one, or there is a file for some,
-    be it empty. Raises StartupError."""
+    even if it is empty. Raises StartupError."""
     return settings.auth and (bool(settings.api_key) or _is_there(settings.keys_file))
 
 
 def _is_there(path: Path) -> bool:
-    """Raises StartupError if nobody can tell: that must not pass for no keys."""
+    """Raises StartupError if Redis can't tell: that must not pass for no keys."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -167,8 +167,8 @@ def _is_there(path: Path) -> bool:
 
 
 def check_exposure(settings: GatewaySettings) -> None:
-    """Raises StartupError if others than this machine's users could ask without a key, and nobody
-    has said that they may."""
+    """Raises StartupError if others than this machine's users could ask without a key, and no
+    setting says that they may."""
     if not settings.auth or wants_keys(settings):
         return
     try:
@@ -178,5 +178,5 @@ def check_exposure(settings: GatewaySettings) -> None:
     if not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found):
         raise StartupError(
             f"without API keys the gateway listens on loopback only, not on {settings.host or 'every interface'}: "
-            "make a key (penstock keys add NAME), or say --no-auth (PENSTOCK_AUTH=false) if whoever reaches it may use it"
+            "make a key (penstock keys add NAME), or say --no-auth (PENSTOCK_AUTH=false) if everyone who reaches it may use it"
         )

@@ -14,7 +14,7 @@ from services.requests.store.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.wire.streams import quota_key, running_key
 
-BUCKET_TTL_S = 120  # of one that nobody asks for: it is full after a minute
+BUCKET_TTL_S = 120  # of an unused one: it is full after a minute
 UNLIMITED = -1
 NUM_ARGUMENTS = 5  # of a script that admits: Caller.arguments
 
@@ -72,7 +72,7 @@ class Caller:
     tenant: Tenant
     is_charged: bool = False
     is_counted: bool = False  # the request is charged, of its tokens nothing yet
-    headers: dict[str, str] = field(default_factory=dict)  # what is left, as the client is told
+    headers: dict[str, str] = field(default_factory=dict)  # what is left, for the client
 
     @property
     def keys(self) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Tenants and what they may do: a tenant is everybody who uses one API key. What it stores and
+"""Tenants and their rights: a tenant is all clients that use one API key. What it stores and
 streams is its own, and so are the prefixes that it caches."""
 
 from dataclasses import dataclass
@@ -45,4 +45,4 @@ class Tenant:
 
 
 EVERYBODY = Tenant("", "-", is_admin=True)  # where there are no keys
-NOBODY = Tenant("nobody", "-", models=())  # has shown no key, where keys are wanted
+NOBODY = Tenant("nobody", "-", models=())  # a client without a key, where keys are required

@@ -3,8 +3,8 @@ their answers to match such that it can be enforced.
 
 It compiles it, too, to see whether it is.
 
-A grammar comes from whoever sends a request. The library counts its work and its memory; where that
-should not hold, this process is killed, or its memory ends, and nothing else with it. A question is
+A grammar comes from any client. The library counts its work and its memory; if that should fail, this
+process is killed, or its memory ends, and nothing else with it. A question is
 a packed Constraint. The answer is Enforceable or Invalid.
 """
 
