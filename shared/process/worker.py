@@ -83,7 +83,7 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, is_ke
     os.dup2(2, 1)  # a module that prints does not print into the answers
     gc.collect()
     gc.freeze()  # the children share these objects: a collection would copy them
-    child: Child | None = None
+    child: ForkedChild | None = None
     while head := read(0, QUESTION.size):
         limit_s, length = QUESTION.unpack(head)
         if (limit_s, length) == END:
@@ -93,7 +93,7 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, is_ke
             return
         reply = framed(Outcome.ANSWER, None)
         if question:
-            child = child or Child(answer, memory, is_kept=is_kept)
+            child = child or ForkedChild(answer, memory, is_kept=is_kept)
             reply = child.ask(question, limit_s)
             child = None if child.has_ended else child
         try:
@@ -103,7 +103,7 @@ def run_worker(answer: Callable[[bytes], object], memory: int = MEMORY, *, is_ke
 
 
 def read(source: int, count: int) -> bytes:
-    """Exactly so many bytes; empty at the end. Nothing is read ahead: `Child.ask` waits for more."""
+    """Exactly so many bytes; empty at the end. Nothing is read ahead: `ForkedChild.ask` waits for more."""
     data = bytearray()
     while len(data) < count and (piece := os.read(source, count - len(data))):
         data += piece
@@ -121,7 +121,7 @@ def framed(outcome: Outcome, value: object) -> bytes:
     return REPLY.pack(outcome, len(packed)) + packed
 
 
-class Child:
+class ForkedChild:
     """A fork of this process that answers one question, or, if it is kept, one after the other."""
 
     def __init__(self, answer: Callable[[bytes], object], memory: int, *, is_kept: bool) -> None:

@@ -35,7 +35,7 @@ NUMERIC = re.compile(
 CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 
 
-class Unsupported(ValueError):
+class UnsupportedPattern(ValueError):
     """The pattern is none, engines read it differently, or the library can't match it."""
 
 
@@ -43,12 +43,12 @@ def written(pattern: str) -> str | None:
     """The pattern in the library's syntax; None if it can't be written."""
     try:
         return PatternReader(pattern).written()
-    except Unsupported:
+    except UnsupportedPattern:
         return None
 
 
 class PatternReader:
-    """Reads one pattern, and writes it as it goes. The methods raise Unsupported."""
+    """Reads one pattern, and writes it as it goes. The methods raise UnsupportedPattern."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -58,7 +58,7 @@ class PatternReader:
     def written(self) -> str:
         made = self.alternatives()
         if self.at < len(self.pattern):
-            raise Unsupported
+            raise UnsupportedPattern
         return made
 
     def next(self, text: str) -> bool:
@@ -71,14 +71,14 @@ class PatternReader:
     def take(self) -> str:
         """The next letter."""
         if self.at >= len(self.pattern):
-            raise Unsupported
+            raise UnsupportedPattern
         self.at += 1
         return self.pattern[self.at - 1]
 
     def alternatives(self) -> str:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unsupported
+            raise UnsupportedPattern
         made = [self.sequence()]
         while self.next("|"):
             made.append(self.sequence())
@@ -89,7 +89,7 @@ class PatternReader:
         made = ""
         while self.at < len(self.pattern) and self.pattern[self.at] not in "|)":
             if QUANTIFIER.match(self.pattern, self.at):  # of nothing, or of another quantifier
-                raise Unsupported
+                raise UnsupportedPattern
             made += self.take() if self.pattern[self.at] in "^$" else self.atom() + self.quantifier()
         return made
 
@@ -98,7 +98,7 @@ class PatternReader:
         match = QUANTIFIER.match(self.pattern, self.at)
         if match is None:
             if self.pattern.startswith("{,", self.at):  # a quantifier in Python alone
-                raise Unsupported
+                raise UnsupportedPattern
             return ""
         self.at = match.end()
         self.next("?")
@@ -122,17 +122,17 @@ class PatternReader:
         if (kind := GROUP.match(self.pattern, self.at)) is not None:
             self.at = kind.end()
         elif self.next("?"):
-            raise Unsupported
+            raise UnsupportedPattern
         inner = self.alternatives()
         if not self.next(")"):
-            raise Unsupported
+            raise UnsupportedPattern
         return f"(?:{inner})"
 
     def letters(self) -> str:
         """A class, behind its bracket."""
         is_negative = self.next("^")
         if self.pattern.startswith("]", self.at):
-            raise Unsupported
+            raise UnsupportedPattern
         items, ranges, kinds, hides = list[str](), list[tuple[int, int]](), set[str](), False
         while not self.next("]"):
             kind = self.pattern[self.at + 1 : self.at + 2] if self.pattern.startswith("\\", self.at) else ""
@@ -148,17 +148,17 @@ class PatternReader:
                 self.at += 1
                 high = self.end_of_range()
             if high < low:
-                raise Unsupported
+                raise UnsupportedPattern
             ranges.append((low, high))
         if any(each.swapcase() in kinds for each in kinds):
             if is_negative:
-                raise Unsupported
+                raise UnsupportedPattern
             return EVERYTHING
         if is_negative:
             return negative([*items, classed(tuple(ranges))], hides=hides or any(low <= ord(each) <= high for low, high in ranges for each in '"\\'))
         made = "".join(items) + classed(tuple((max(low, 1), high) for low, high in ranges if high > 0))
         if not made:
-            raise Unsupported
+            raise UnsupportedPattern
         return f"[{made}]"
 
     def item(self, *, is_negative: bool = False) -> tuple[str, bool]:
@@ -168,7 +168,7 @@ class PatternReader:
         if kind in "pP":
             match = PROPERTY.match(self.pattern, self.at)
             if match is None:
-                raise Unsupported
+                raise UnsupportedPattern
             self.at = match.end()
             return (f"\\{match[0]}" if is_negative or kind == "p" else negative([f"\\p{match[0][1:]}"], hides=True)), True
         self.at += 1
@@ -193,18 +193,18 @@ class PatternReader:
                 return ord(control.upper()) - 64
             code = next((int(each, 16) for each in others if each is not None), 0)
             if 0xD800 <= code <= 0xDFFF or code > LAST_LETTER:
-                raise Unsupported
+                raise UnsupportedPattern
             return code
         kind = self.take()
         if kind not in CONTROLS and kind.isalnum():
-            raise Unsupported
+            raise UnsupportedPattern
         return CONTROLS.get(kind, ord(kind))
 
 
 def letter(code: int) -> str:
     """A letter outside of a class."""
     if code == 0:  # next to a class it would be a class with all control characters
-        raise Unsupported
+        raise UnsupportedPattern
     return escaped(code)
 
 

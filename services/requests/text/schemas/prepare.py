@@ -21,8 +21,6 @@ from shared.process.errors import Invalid
 
 NAMED_ESCAPES = 'nrbtf\\"'  # JSON's escapes apart from \\uXXXX
 MAX_NAMED = 16  # keywords of a schema that are named as passed over
-STRICT = (Effort.EXCLUSIVE, Effort.ONE_OF)
-LENIENT = tuple(reversed(Effort))
 NO_ANSWER = "no answer can match it"
 ALL_BELOW, ALL_BUT_TYPE, ALL = "all below the first level", "all but its type", "all"
 MAX_CLOSED = 64  # levels of a schema whose objects are closed
@@ -130,22 +128,20 @@ def contents_of(node: Any) -> Iterator[Json]:
 def rewritten(schema: Any, param: str, *, is_lenient: bool) -> Rewritten:
     """The schema as the library enforces it, with the greatest effort that succeeds. A lenient schema
     for which none does is enforced at its first level. Raises Invalid."""
-    refusals: list[Invalid] = []
+    refusal: Invalid | None = None
     try:
         normalize(schema, null_is_absent=is_lenient)
-        for effort in LENIENT if is_lenient else STRICT:
+        for effort in reversed(Effort) if is_lenient else (Effort.EXCLUSIVE,):
             try:
                 return rewritten_by(effort, schema, param, is_lenient=is_lenient)
             except TooLarge as error:
-                refusals.append(refused(param, str(error)))
+                refusal = refused(param, str(error))
             except Invalid as error:
-                refusals.append(error)
+                refusal = error
     except NoSchema as error:
         raise refused(param, str(error)) from None
-    if not is_lenient:
-        raise refusals[0]
-    if NO_ANSWER in str(refusals[-1]):  # even without what was passed over
-        raise refusals[-1]
+    if refusal is not None and (not is_lenient or NO_ANSWER in str(refusal)):  # even without what was passed over
+        raise refusal
     return first_level(schema, param)
 
 

@@ -45,8 +45,7 @@ class Effort(IntEnum):
 
     PLAIN = 0  # nothing that multiplies alternatives
     ALTERNATIVES = 1  # negations, dependencies and counts; a oneOf whose options overlap is an anyOf
-    ONE_OF = 2  # such a oneOf is left to the library
-    EXCLUSIVE = 3  # its options each without the others
+    EXCLUSIVE = 2  # such options each without the others, or a oneOf if the library sees that they differ
 
 
 class Rewriter:
@@ -350,7 +349,7 @@ class Rewriter:
             more.append(walked[0])
         elif (made := exclusive(self, options, walked, resolver, {key: each for key, each in node.items() if key != "oneOf"})) is not None:
             self._any_of(made, out, more)
-        elif self.effort < Effort.ONE_OF:
+        elif not self.is_exclusive:
             self.pass_over("oneOf")
             self._any_of(walked, out, more)
         else:
