@@ -50,7 +50,7 @@ class EncoderService:
                 num_empty = 0
                 self.answer(question)
         self.stage.leave()
-        self.pixels.stop()
+        self.pixels.helper.stop()
 
     def next_question(self) -> EncodeImage | None:
         [packed] = self.stage.transport.run(lambda pipe: pipe.lpop(self.key))

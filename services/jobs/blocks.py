@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from services.jobs import output
 from services.jobs.asking import Asked
-from services.jobs.output import Answer
+from services.jobs.output import AnsweredLine
 from services.requests.store.batches.store import Totals
 from services.requests.store.files.storage import Storage
 
@@ -19,15 +19,15 @@ class Block:
     """Lines that are answered together."""
 
     number: int
-    answers: list[Answer | None]
+    answers: list[AnsweredLine | None]
     asked: list[Asked] = field(default_factory=list)  # what went into the pipeline
 
     @property
-    def found(self) -> list[Answer]:
+    def found(self) -> list[AnsweredLine]:
         return [answer for answer in self.answers if answer is not None]
 
     @property
-    def held(self) -> dict[int, Answer]:
+    def held(self) -> dict[int, AnsweredLine]:
         """Answers in memory, by place."""
         return {place: answer for place, answer in enumerate(self.answers) if answer is not None and answer.line}
 
@@ -53,7 +53,7 @@ class OpenBlocks:
         self._num_bytes[number] = 0
         return block
 
-    async def settle(self, block: Block, place: int, answer: Answer) -> Totals | None:
+    async def settle(self, block: Block, place: int, answer: AnsweredLine) -> Totals | None:
         """Note an answer. With the block's last one they are kept: returns what they count then.
         Raises OSError."""
         block.answers[place] = answer

@@ -66,7 +66,7 @@ def batch_of(message: Any) -> str:
 
 def task_of(batch_id: str) -> dict[str, Any]:
     """The message that Celery is given in place of the one that came: nothing in it but the batch
-    is from outside, its tag is nobody else's, and it asks for no reply, no later time and no
+    is from outside, its tag is its own, and it asks for no reply, no later time and no
     further tasks."""
     task_id = str(uuid.uuid4())
     body = orjson.dumps([[batch_id], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])

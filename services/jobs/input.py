@@ -1,7 +1,7 @@
 """A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of
 lines that are read one after the other.
 
-Synchronous: it runs beside the event loop.
+Synchronous: it runs outside the event loop.
 """
 
 import codecs
@@ -12,13 +12,13 @@ from typing import Any
 import msgpack
 
 from services.requests.bodies.fields import shortened, whole
-from services.requests.store.batches.lines import MAX_LINES, Line, read_line
+from services.requests.store.batches.lines import MAX_LINES, BatchLine, read_line
 from services.requests.store.files.storage import Storage
 from shared.process.errors import Invalid
 
 BLOCK_LINES = 100
 BLOCK_WEIGHT = 512  # of its lines together: their answers are held until all are there
-MAX_ERRORS = 50  # that are told of one file
+MAX_ERRORS = 50  # reported for one file
 FOLDERS = "batches"
 
 
@@ -97,7 +97,7 @@ def read_index(storage: Storage, batch_id: str) -> list[int]:
     return index
 
 
-def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
+def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[BatchLine]:
     """The lines between two places of the index."""
     # not splitlines: JSON may have a bare \r between two values
     texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")

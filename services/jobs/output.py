@@ -1,8 +1,8 @@
 """A batch's output: a part for each block of lines, written once that is answered, and at the end
 the two files of the API.
 
-A part is there whole or not at all, and its name says what it counts: so the names are how far the
-batch is, whoever died. Synchronous: it runs beside the event loop.
+A part is there whole or not at all, and its name says what it counts: so the names say how far the
+batch is after any worker's death. Synchronous: it runs outside the event loop.
 """
 
 import itertools
@@ -25,48 +25,48 @@ COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file th
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A line that is answered."""
+class AnsweredLine:
+    """A line of the output."""
 
-    line: bytes  # empty: it is laid by
+    line: bytes  # empty if it is in the spool
     totals: Totals
-    spooled: tuple[str, int, int] | None = None  # path, and from which byte to which
+    spooled: tuple[str, int, int] | None = None  # path, first byte, end
 
     @property
     def is_completed(self) -> bool:
         return bool(self.totals.completed)
 
 
-def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -> Answer:
+def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -> AnsweredLine:
     """An answer of the API, good or bad, to the request with this key."""
     response = {"status_code": status, "request_id": key, "body": body}
     return _answer(key, custom_id, response, None, totals)
 
 
-def refused(key: str, custom_id: str, error: RequestError) -> Answer:
+def refused(key: str, custom_id: str, error: RequestError) -> AnsweredLine:
     """A request that failed, with the body that the API would have answered."""
     body = error_body(error.status, error.message, error.param, error.code)
     return answered(key, custom_id, error.status, body, Totals(failed=1))
 
 
-def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:
+def not_answered(key: str, custom_id: str, code: str, message: str) -> AnsweredLine:
     """A request that was not executed."""
     return _answer(key, custom_id, None, {"code": code, "message": message}, Totals(not_executed=1))
 
 
-def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals) -> Answer:
+def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals) -> AnsweredLine:
     made = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": error}
     line = orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
     for raw, escaped in LINE_ENDS:
         line = line.replace(raw, escaped)
-    return Answer(line, totals)
+    return AnsweredLine(line, totals)
 
 
 def spool_folder(batch_id: str) -> str:
     return f"{folder_of(batch_id)}/laid-by"
 
 
-def spool(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
+def spool(storage: Storage, batch_id: str, answers: list[AnsweredLine]) -> list[AnsweredLine]:
     """Write what a block has so far into a file that is for this run only. Returns the same
     answers, without their lines."""
     path = f"{spool_folder(batch_id)}/{uuid.uuid4().hex}"
@@ -75,7 +75,7 @@ def spool(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer
     return [replace(answer, line=b"", spooled=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
 
 
-def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answer]) -> Totals:
+def write_part(storage: Storage, batch_id: str, number: int, answers: list[AnsweredLine]) -> Totals:
     """Keep the answers to a block. Returns what they count. Raises FileNotFoundError if what was
     laid by is gone."""
     totals = sum((answer.totals for answer in answers), Totals())

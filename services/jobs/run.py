@@ -21,7 +21,7 @@ from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
 from services.jobs.blocks import MAX_OPEN, Block, OpenBlocks
 from services.jobs.lease import Lease, LeaseLost
-from services.jobs.output import Answer, answered, not_answered, refused
+from services.jobs.output import AnsweredLine, answered, not_answered, refused
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.runtime import JobsRuntime
 from services.jobs.spans import BatchSpans, spans_of
@@ -29,7 +29,7 @@ from services.requests.errors import NO_REPLICA, RequestFailed
 from services.requests.store.admission.admission import admit
 from services.requests.store.admission.held import CODE as STORAGE_LIMIT
 from services.requests.store.batches.figures import queue_note
-from services.requests.store.batches.lines import Line
+from services.requests.store.batches.lines import BatchLine
 from services.requests.store.batches.store import RUNNING, Batch, Totals, read_batch
 from services.requests.store.client import persist
 from services.requests.store.files.store import FileRecord
@@ -70,7 +70,7 @@ class BatchRun:
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
-        self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
+        self.num_reported = 0  # answered lines in the batch's record, including those that this run has yet to read again
         self.blocks = OpenBlocks(runtime.storage, batch_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
@@ -139,12 +139,12 @@ class BatchRun:
         await persist(lambda: NOTE_BEGUN.run(self.runtime.client, [batch_key(self.batch_id)], num_begun))
 
     async def _load(self) -> Batch | None:
-        """Note the counts so far, and return the batch. Closes the places while Redis is full."""
+        """Note the counts so far, and return the batch. Closes the slots while Redis is full."""
 
         async def ask_redis() -> Any:
             async with self.runtime.client.pipeline(transaction=False) as pipe:
                 totals = self._totals()
-                if self.is_answering and totals.num_lines > self.told:
+                if self.is_answering and totals.num_lines > self.num_reported:
                     queue_note(pipe, self.batch_id, asdict(totals))
                     NOTE_BEGUN.call(pipe, [batch_key(self.batch_id)], 1)
                 pipe.exists(upkeep_key("full"))
@@ -152,9 +152,9 @@ class BatchRun:
                 return await pipe.execute()
 
         *_, is_full, values = await persist(ask_redis)
-        self.runtime.places.close(bool(is_full))
+        self.runtime.slots.pause(bool(is_full))
         batch = read_batch(self.batch_id, values)
-        self.told = batch.totals.num_lines if batch is not None else 0
+        self.num_reported = batch.totals.num_lines if batch is not None else 0
         return batch
 
     async def _note_done(self) -> None:
@@ -179,7 +179,7 @@ class BatchRun:
             return False
         await self._begun(batch.num_begun + 1)
         self._note(batch)
-        self.found = self.told
+        self.found = self.num_reported
         self.spans = spans_of(self.runtime.stage.tracer, batch)
         if not batch.total:  # also of one that was cancelled before it began: its lines are answered, too
             started_at = time.time()
@@ -236,7 +236,7 @@ class BatchRun:
         await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))
 
     async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
-        """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises
+        """Answer the blocks that are missing, line by line, as the worker's slots in the pipeline allow. Raises
         what the first line does that can't go on."""
         try:
             await self._answer_each(batch, index, missing)
@@ -251,7 +251,7 @@ class BatchRun:
                 block = self.blocks.open(number, len(lines))
                 for place, line in enumerate(lines):
                     begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN)
-                    if isinstance(begun, Answer):
+                    if isinstance(begun, AnsweredLine):
                         await self._settle(block, place, begun)
                         continue
                     await self._enter(batch, begun)
@@ -259,24 +259,24 @@ class BatchRun:
                     task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
-        """Take the places and submit: one line at a time, and again while the server is full, or the
-        tenant's limits are reached. A batch that waits holds no places that others could use."""
+        """Take the slots and submit: one line at a time, and again while the server is full, or the
+        tenant's limits are reached. A batch that waits holds no slots that others could use."""
         started_at, is_admitted = 0.0, False
         while not is_admitted:
-            await self.runtime.places.take(len(asked.requests))
+            await self.runtime.slots.acquire(len(asked.requests))
             started_at = started_at or time.time()
             try:
                 is_admitted = await self._submit(batch, asked, started_at)
             finally:
                 if not is_admitted:
-                    self.runtime.places.give(len(asked.requests))
+                    self.runtime.slots.release(len(asked.requests))
             if not is_admitted:
                 await asyncio.sleep(AGAIN_S)
 
     def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
-        self.runtime.places.give(count)
+        self.runtime.slots.release(count)
 
-    async def _begin(self, batch: Batch, line: Line, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
+    async def _begin(self, batch: Batch, line: BatchLine, attempt: int = 0, *, may_be_left: bool = False) -> Asked | AnsweredLine:
         """The line, ready for the pipeline; or its answer, if it needs none. Waits for missing stages.
 
         may_be_left: an earlier run may have submitted it. Then it is looked for even in a batch that
@@ -302,32 +302,32 @@ class BatchRun:
                 return self._broken(line, error)
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
-    async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
+    async def _answer(self, batch: Batch, block: Block, place: int, line: BatchLine, asked: Asked) -> None:
         """Wait for the line's answer, and settle the line; submit it again if it is lost, or no replica
         came."""
         attempt = num_lost = 0
         while True:
             block.asked.append(asked)
             outcome = await self._outcome(line, asked)
-            answer, attempt, num_lost = outcome if isinstance(outcome, Answer) else None, attempt + 1, num_lost + (outcome is LOST)
+            answer, attempt, num_lost = outcome if isinstance(outcome, AnsweredLine) else None, attempt + 1, num_lost + (outcome is LOST)
             if self.spans is not None:
                 self.spans.line(asked, line.custom_id, answer)
             self.in_flight.pop(asked.record.response_id, None)
             if answer is not None or num_lost == MAX_ATTEMPTS:
                 break
             begun = await self._begin(batch, line, attempt)
-            if isinstance(begun, Answer):
+            if isinstance(begun, AnsweredLine):
                 return await self._settle(block, place, begun)
             asked, started_at = begun, time.time()
             while not await self._submit(batch, asked, started_at):
                 await asyncio.sleep(AGAIN_S)
         await self._settle(block, place, answer or self._refused(line, LOST))
 
-    async def _outcome(self, line: Line, asked: Asked) -> Answer | RequestError:
+    async def _outcome(self, line: BatchLine, asked: Asked) -> AnsweredLine | RequestError:
         """The answer to a request, or why it has to be submitted again."""
         key = key_of(self.batch_id, line.custom_id)
         try:
-            await self.runtime.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
+            await self.runtime.slots.ended(asked.record.served_model, [each.request_id for each in asked.requests])
             body, totals = await read_answer(self.runtime.client, asked, self.runtime.reading, self.runtime.answers)
         except Lost as error:
             log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
@@ -356,15 +356,15 @@ class BatchRun:
             self.spans.admitted(asked, started_at)
         return True
 
-    def _refused(self, line: Line, error: RequestError) -> Answer:
+    def _refused(self, line: BatchLine, error: RequestError) -> AnsweredLine:
         return refused(key_of(self.batch_id, line.custom_id), line.custom_id, error)
 
-    def _broken(self, line: Line, error: Exception) -> Answer:
+    def _broken(self, line: BatchLine, error: Exception) -> AnsweredLine:
         """The answer for a line at which a bug showed: the others go on."""
         log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error)))
         return self._refused(line, RequestError("internal error"))
 
-    async def _settle(self, block: Block, place: int, answer: Answer) -> None:
+    async def _settle(self, block: Block, place: int, answer: AnsweredLine) -> None:
         """Note the answer; with the block's last one, keep them."""
         if (kept := await self.blocks.settle(block, place, answer)) is not None:
             self.done += kept

@@ -1,5 +1,5 @@
-"""JobsRuntime: what all batches of a worker have in common. An event loop in a thread of its own,
-the way into the pipeline, the files, the places.
+"""JobsRuntime: the objects that all batches of a worker share. An event loop in a thread of its own,
+the way into the pipeline, the files, the slots; and Deaths, which counts workers that died.
 
 Celery's tasks are calls from its threads into this loop: they wait there, the work is done here.
 """
@@ -7,13 +7,17 @@ Celery's tasks are calls from its threads into this loop: they wait there, the w
 import asyncio
 import os
 import threading
+import time
+import uuid
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
+import redis
+
 from services.jobs.broker import careful
-from services.jobs.deaths import Deaths
-from services.jobs.places import Places
+from services.jobs.slots import SequenceSlots
 from services.requests.dialects.responses.conversation import ConversationContext
 from services.requests.dialects.responses.stored import Store
 from services.requests.store.admission.admission import Admission
@@ -33,17 +37,62 @@ from shared.process.telemetry import get_logger
 from shared.wire.job_queue import make_queue, send_batch
 from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.load import Load
+from shared.wire.registry import look
 from shared.wire.stage import Stage
+from shared.wire.streams import upkeep_key
+from shared.wire.transport import Transport
 
 log = get_logger("penstock.jobs")
 
 T = TypeVar("T")
 BEAT_S = 0.5
+DEATHS_WINDOW_S = 600.0
+MAX_COUNTED = 1000  # workers
+WORKERS_KEY = upkeep_key("workers")  # a sorted set of workers by when they began
 MAX_READING = 4  # answers at once: the tokens that one is made of take many times its memory
 
 
+class Deaths:
+    """Counts workers that began lately and neither live nor have left in good order: so a worker that
+    dies again and again is seen from outside."""
+
+    def __init__(self, transport: Transport, replica_id: str) -> None:
+        self.transport = transport
+        self.replica_id = replica_id
+        self._member = f"{replica_id}/{uuid.uuid4().hex}"
+        self._num_dead = 0
+        self._began_at = time.monotonic()
+
+    @property
+    def num_recent(self) -> int:
+        """The number of deaths in the time before this worker began."""
+        return self._num_dead if time.monotonic() - self._began_at < DEATHS_WINDOW_S else 0
+
+    def enter(self) -> None:
+        """Note that this worker begins."""
+        with suppress(redis.RedisError, OSError):  # a figure for operators must not end a worker
+            self._num_dead = self._enter()
+
+    def leave(self) -> None:
+        """Note that this worker ends in good order."""
+        with suppress(redis.RedisError, OSError):
+            self.transport.client.zrem(WORKERS_KEY, self._member)
+
+    def _enter(self) -> int:
+        """Returns how many have died."""
+        live, now = look(self.transport.client).ids("jobs") - {self.replica_id}, time.time()
+        with self.transport.client.pipeline(transaction=False) as pipe:
+            pipe.zadd(WORKERS_KEY, {self._member: now})
+            pipe.zremrangebyscore(WORKERS_KEY, "-inf", now - DEATHS_WINDOW_S)
+            pipe.expire(WORKERS_KEY, int(DEATHS_WINDOW_S))
+            pipe.zrange(WORKERS_KEY, -MAX_COUNTED, -1)
+            *_, members = pipe.execute()
+        holders = [member.decode(errors="replace").rpartition("/")[0] for member in members if member != self._member.encode()]
+        return sum(holder not in live for holder in holders)
+
+
 class JobsRuntime:
-    """Made and used in its own loop, but for `call` and `stop`."""
+    """Made and used in its own loop, apart from `call` and `stop`."""
 
     def __init__(self, settings: JobsSettings, stage: Stage) -> None:
         self.settings = settings
@@ -69,13 +118,13 @@ class JobsRuntime:
             admission=admission,
             store=Store(self.client, self.client, 1.0),
         )
-        self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
+        self.slots = SequenceSlots(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
         self.queue = make_queue(settings.redis_url, careful(stage.transport))
         self.deaths = Deaths(stage.transport, stage.replica_id)
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.reading = asyncio.Semaphore(MAX_READING)
-        # batches that are ended beside Celery's queue
+        # batches that are ended outside Celery's queue
         self.ending: dict[str, asyncio.Task[None]] = {}
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
@@ -112,7 +161,7 @@ class JobsRuntime:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        for each in (self.places.look(), self._beat(), *([self.known.run()] if self.known is not None else [])):
+        for each in (self.slots.look(), self._beat(), *([self.known.run()] if self.known is not None else [])):
             self._running.add(self._loop.create_task(exit_on_failure(each)))
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
@@ -127,7 +176,7 @@ class JobsRuntime:
     async def _beat(self) -> None:
         while True:
             self.stage.mark_alive()
-            self.stage.load = Load(batches=self.num_running, sequences=self.places.num_taken, max_sequences=self.places.limit, deaths=self.deaths.num_recent)
+            self.stage.load = Load(batches=self.num_running, sequences=self.slots.num_taken, max_sequences=self.slots.limit, deaths=self.deaths.num_recent)
             await asyncio.sleep(BEAT_S)
 
     def _num_of_other_workers(self) -> int:
@@ -136,7 +185,8 @@ class JobsRuntime:
 
 
 async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
-    """A worker without this would wait for ever: whoever watches the process starts another."""
+    """Run the work; if it fails, end the process, so that its supervisor starts another. The worker would
+    wait for ever without it."""
     try:
         await work
     except DENIED as error:

@@ -1,6 +1,6 @@
 """A batch's part of traces. A run of it is a span in the trace of the request that made the batch,
 with what it checked and wrote under it. A line is a trace of its own, linked to that: its ids are
-those of the answer, so whoever goes on after a death goes on in the same trace.
+those of the answer, so a worker that goes on after a death goes on in the same trace.
 """
 
 import time
@@ -9,13 +9,13 @@ from dataclasses import replace
 from msgspec import structs
 
 from services.jobs.asking import Asked
-from services.jobs.output import Answer
+from services.jobs.output import AnsweredLine
 from services.requests.store.batches.store import Batch
 from shared.process.tracing import Attributes, Tracer
 
 
 def spans_of(tracer: Tracer | None, batch: Batch) -> "BatchSpans | None":
-    """Spans of a batch; None: nobody wants them."""
+    """Spans of a batch; None if tracing is off."""
     return BatchSpans(tracer, batch) if tracer is not None and batch.traceparent else None
 
 
@@ -33,11 +33,11 @@ class BatchSpans:
     def run(self, started_at: float, num_completed: int, num_failed: int, *, is_over: bool) -> None:
         """Record that this run is over; the batch has so many lines that are answered. is_over: so
         is the batch."""
-        said: Attributes = {
+        attributes: Attributes = {
             "penstock.batch_id": self.batch_id, "penstock.num_completed": num_completed, "penstock.num_failed": num_failed,
             "penstock.is_over": is_over,
         }  # fmt: skip
-        own = self.tracer.record("batch run", self.traceparent, started_at, time.time(), said)
+        own = self.tracer.record("batch run", self.traceparent, started_at, time.time(), attributes)
         for name, began_at, ended_at in self._parts:
             self.tracer.record(name, own, began_at, ended_at, {})
 
@@ -52,14 +52,14 @@ class BatchSpans:
         if asked.record.traceparent:
             self.tracer.record("admission", asked.record.traceparent, started_at, time.time(), {"penstock.num_sequences": len(asked.requests)})
 
-    def line(self, asked: Asked, custom_id: str, answer: Answer | None) -> None:
+    def line(self, asked: Asked, custom_id: str, answer: AnsweredLine | None) -> None:
         """Record a request's outcome; None: it has to be asked again."""
         if not asked.record.traceparent:
             return
         outcome = "lost" if answer is None else "completed" if answer.is_completed else "failed"
-        said: Attributes = {
+        attributes: Attributes = {
             "penstock.batch_id": self.batch_id, "penstock.custom_id": custom_id, "gen_ai.request.model": asked.record.model,
             "gen_ai.response.id": asked.record.response_id, "penstock.outcome": outcome,
             "penstock.num_output_tokens": answer.totals.output_tokens if answer is not None else 0,
         }  # fmt: skip
-        self.tracer.record_root("batch line", asked.record.traceparent, asked.asked_at, time.time(), said, link=self.traceparent)
+        self.tracer.record_root("batch line", asked.record.traceparent, asked.asked_at, time.time(), attributes, link=self.traceparent)

@@ -12,16 +12,17 @@ from typing import Any
 
 import redis
 
-from services.jobs.ending import end_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW_LEASE
-from services.jobs.runtime import JobsRuntime
+from services.jobs.run import BatchRun
+from services.jobs.runtime import JobsRuntime, exit_on_failure
 from services.requests.store.batches.figures import Backlog, queue_backlog
 from services.requests.store.batches.store import Batch, read_batch
 from services.requests.store.files.store import CONTENTS
 from shared.process.telemetry import get_logger
 from shared.wire.cells import without_cell
 from shared.wire.job_queue import QUEUED_S
+from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.wire.registry import look
 from shared.wire.script import load_script
@@ -41,6 +42,7 @@ from shared.wire.streams import (
     stored_key,
     upkeep_key,
 )
+from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.jobs")
 
@@ -48,6 +50,7 @@ SWEEP_EVERY_S, MEMORY_EVERY_S, TIDY_EVERY_S = 5, 10, 600
 BEGUN_WITHIN_S = 10  # a worker begins a task so soon after it has taken it
 SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
+MAX_ENDING = 4  # batches that one worker ends at once; the next sweep begins others
 UNFINISHED_S = 24 * 3600  # after this a partly written file is removed
 UNUSED_MS = 24 * 3600 * 1000  # after this the empty streams of a model without replicas are removed
 SHORTEN, REMOVE_UNUSED = load_script("shorten"), load_script("remove_unused")
@@ -104,6 +107,33 @@ async def sweep(runtime: JobsRuntime) -> None:
     async with runtime.client.pipeline(transaction=False) as pipe:
         queue_backlog(pipe, backlog_of(running))
         await pipe.execute()
+
+
+def end_soon(runtime: JobsRuntime, batch_id: str) -> None:
+    """Begin to end a batch that was cancelled or has expired while it waited for its turn, unless this
+    worker is at it, or has enough of them.
+
+    Ending computes nothing: in Celery's queue, behind the batches that do, it would take as long as
+    they. The batch's task, if there is one, finds nothing to do.
+    """
+    if len(runtime.ending) < MAX_ENDING and batch_id not in runtime.ending and not runtime.stopping.is_set():
+        runtime.ending[batch_id] = asyncio.create_task(exit_on_failure(end(runtime, batch_id)))
+
+
+async def end(runtime: JobsRuntime, batch_id: str) -> None:
+    """A run of the batch; if it fails, the next sweep begins another. Raises what ends the worker: a
+    Redis that refuses it."""
+    try:
+        await BatchRun(runtime, batch_id).run()
+    except DENIED:
+        raise
+    except Exception as error:
+        if is_temporary(error):
+            log.warning("batch postponed: Redis or storage is not available", batch_id=batch_id, error=reason_of(error))
+        else:
+            log.exception("unexpected error", batch_id=batch_id, error=repr(without_command(error)))
+    finally:
+        del runtime.ending[batch_id]
 
 
 async def keep_queued(runtime: JobsRuntime, names: list[str]) -> None:

@@ -125,7 +125,7 @@ def work(runtime: JobsRuntime) -> None:
 
     # about root, for tasks may be pickles: ours are JSON
     warnings.simplefilter("ignore", SecurityWarning)
-    # a traceback each time that Redis is away, of which the transport has told
+    # a traceback each time that Redis is away, which the transport has logged
     logging.getLogger("celery.beat").setLevel(logging.CRITICAL)
     logging.getLogger("celery.worker").addFilter(be_brief)
     logging.getLogger("celery.worker.consumer.consumer").addFilter(is_news)
@@ -145,13 +145,13 @@ def work(runtime: JobsRuntime) -> None:
     if not worker.exitcode:
         runtime.deaths.leave()
     else:
-        # Celery gives up where Redis refuses what it reads by: whoever watches the process starts
+        # Celery gives up where Redis refuses what it reads by: the supervisor starts
         # another
         raise SystemExit(1)
 
 
 def be_brief(record: logging.LogRecord) -> bool:
-    """Drops Celery's tracebacks of a Redis that can't serve: they help nobody."""
+    """Drops Celery's tracebacks of a Redis that can't serve: they help no reader."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and is_temporary(error):
         record.msg, record.args, record.exc_info = f"redis can't serve, ending the process: {reason_of(error)}", (), None
@@ -159,7 +159,7 @@ def be_brief(record: logging.LogRecord) -> bool:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Drops what Celery says of a Redis that is away: the transport has told, in one line."""
+    """Drops what Celery logs about a Redis that is away: the transport has logged it in one line."""
     return not record.getMessage().startswith(("consumer: Connection to broker lost", "consumer: Cannot connect to"))
 
 

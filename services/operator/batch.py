@@ -24,7 +24,7 @@ FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str | None) -> int:
-    """Upload the file, wait for the answers, and write them beside it; or wait for a batch that is running. Returns the exit code. Raises StartupError."""
+    """Upload the file, wait for the answers, and write them next to it; or wait for a batch that is running. Returns the exit code. Raises StartupError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, timeout=httpx.Timeout(30.0, write=None), trust_env=False, headers=headers) as client:
         try:
@@ -42,7 +42,7 @@ def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str
 
 
 def check_out(out: Path, source: Path) -> None:
-    """Raises StartupError for a place that can't be written to, or that the questions are in: better said now than when all is answered."""
+    """Raises StartupError for a place that can't be written to, or that holds the questions: better now than when all is answered."""
     if out.is_dir():
         raise StartupError(f"{out}: Is a directory")
     for path in (out, errors_of(out)):

@@ -245,9 +245,9 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
             return show_status(redis_of(args.redis_url, args.data_dir), watch_s=args.watch, as_json=args.json)
         case "chat":
-            from services.operator.chat.chat import ChatFlags, chat
+            from services.operator.chat.chat import ChatSettings, chat
 
-            return chat(ChatFlags(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
+            return chat(ChatSettings(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
         case "batch":
             from services.operator.batch import run_batch
 

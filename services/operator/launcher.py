@@ -63,7 +63,7 @@ class Launcher:
     settings: UpSettings
     servers: list[Child] = field(default_factory=list)  # the embedded one and its watchman
     stages: list[Child] = field(default_factory=list)
-    jobs: list[Child] = field(default_factory=list)  # started when the others are ready, so that nobody waits for them
+    jobs: list[Child] = field(default_factory=list)  # started when the others are ready, so that no request waits for them
     models: list[ModelFiles] = field(default_factory=list)
     is_announced: bool = False  # everything has been ready once, so its settings are good
     is_stopping: bool = False
@@ -125,7 +125,7 @@ class Launcher:
         check_memory(self.settings, self.models)
 
     def _environment(self) -> dict[str, str]:
-        """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
+        """Every setting that the stages know, as PENSTOCK_*; and one thread for each stage but compute."""
         own = {"replica_id", "gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "redis_memory", "model", "served_model_name", "api_key"}
         files_url = self.settings.files_url or str(self.settings.data_dir.absolute() / "files")
         environment = environment_of(self.settings, own) | {"PENSTOCK_FILES_URL": files_url}
@@ -156,7 +156,7 @@ class Launcher:
         now = time.monotonic()
         for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if code == STARTUP_ERROR and not self.is_announced:  # it has said why; later it is Redis, or a file, that will be there again
+                if code == STARTUP_ERROR and not self.is_announced:  # it has logged why; later it is Redis, or a file, that will be there again
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:

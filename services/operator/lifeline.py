@@ -25,7 +25,7 @@ log = get_logger("penstock.launcher")
 
 REST_TIMEOUT_S = 15.0  # for an earlier launcher's processes to end: stages have 10 s, then Redis follows
 REDIS_PASSWORD = "PENSTOCK_REDIS_PASSWORD"  # in the watchman's environment: arguments are for all to see
-CONNECT_TIMEOUT_S = 5.0  # for a Redis that has only just been started when it is to end
+CONNECT_TIMEOUT_S = 5.0  # for a Redis that must end just after it has been started
 
 
 class Lifeline:
@@ -78,7 +78,7 @@ class Lifeline:
         return subprocess.Popen(command, stdin=self._anyone_lives, pass_fds=self.of_redis, start_new_session=True, env={**os.environ, REDIS_PASSWORD: password})
 
     def note(self, name: str, pid: int) -> None:
-        """Write down who uses the folder, for whoever asks later. The last process of a name counts."""
+        """Write down which processes use the folder. The last process of a name counts."""
         self._names = {each: other for each, other in self._names.items() if other != name} | {pid: name}
         self._shared.truncate(0)
         self._shared.write("".join(f"{each} {other}\n" for each, other in self._names.items()))
@@ -110,8 +110,8 @@ def _is_alive(pid: int) -> bool:
 
 
 def watch(socket_path: str, password: str = "") -> None:
-    """Wait until nobody could write to standard input any more; then shut down the Redis at the socket. Its lock, which this process holds too, says
-    that it is the launcher's own."""
+    """Wait until no process can write to standard input any more; then shut down the Redis at the socket.
+    Its lock, which this process holds, too, says that it is the launcher's own."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while time.monotonic() < deadline:

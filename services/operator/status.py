@@ -1,4 +1,4 @@
-"""`penstock status`: who is alive and how busy, from Redis alone.
+"""`penstock status`: which replicas are alive and how busy, from Redis alone.
 
 Replicas announce themselves once a second, with totals since their start. A rate is taken between two of those announcements, and not between two looks,
 which may have one or two of them in between.
@@ -37,7 +37,7 @@ PIPE_WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ReplicaStatus:
     """A replica's figures. None: it has no such figure, or not yet."""
 
     stage: str
@@ -61,8 +61,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    replicas: list[Line]
-    missing: list[str]  # stages of which no replica is alive
+    replicas: list[ReplicaStatus]
+    missing: list[str]  # stages without a live replica
     queues: dict[str, int]  # entries of a stream, waiting or being worked on
     dead_letters: int
     warnings: list[str]
@@ -103,11 +103,11 @@ class Watcher:
         unlike = unlike_replicas(each for each in replicas if each.stage == "compute")
         return Status(lines, missing, queues, int(self.client.xlen(DEAD_LETTER)), unlike)
 
-    def _line(self, replica: Replica) -> Line:
+    def _line(self, replica: Replica) -> ReplicaStatus:
         load = replica.load
         running, waiting = load.sequences if load.running is None else load.running, load.waiting
         stuck = f"its loop has not come round for {replica.idle_s:.0f} s" if replica.idle_s > STUCK_AFTER_S else ""
-        return Line(
+        return ReplicaStatus(
             replica.stage, replica.replica_id, replica.model,
             whole(running), whole(waiting),
             self._rate(replica.replica_id), load.ttft_s, load.kv_cache_usage, share(load.prefix_cache_hits, load.prefix_cache_queries),
@@ -196,22 +196,22 @@ def render(status: Status, width: int) -> RenderableType:
         parts.append(Text(missing, style="bold red"))
     parts += [Text(f"{line.replica_id}: {line.problem}", style="bold red") for line in status.replicas if line.problem]
     parts += [Text(each, style="bold yellow") for each in status.warnings]
-    parts += [Text(told, style="dim") for line in status.replicas for told in (ranks_told(line), prefixes_told(line)) if told]
+    parts += [Text(text, style="dim") for line in status.replicas for text in (ranks_text(line), prefixes_text(line)) if text]
     queues: dict[str, Any] = status.queues | {DEAD_LETTER: status.dead_letters}
     parts.append(Text("\nentries in streams: " + ", ".join(f"{key} {count:,}" for key, count in queues.items()), style="dim"))
     return Group(*parts)
 
 
-def ranks_told(line: Line) -> str:
-    """The processes that are a compute replica; empty: it is one."""
+def ranks_text(line: ReplicaStatus) -> str:
+    """The processes of a compute replica that is a group; empty for one process."""
     if not line.ranks:
         return ""
     first, others = f"{line.host}:{line.pid}", ", ".join(f"rank {rank} at {each}" for rank, each in enumerate(line.ranks, 1))
     return f"{line.replica_id}: a group, rank 0 at {first}, {others} (host:pid)"
 
 
-def prefixes_told(line: Line) -> str:
-    """Where a compute replica found its prompts' tokens; empty: there is nothing to say."""
+def prefixes_text(line: ReplicaStatus) -> str:
+    """Where a compute replica found its prompts' tokens; empty if it has no figures."""
     if not line.prefix_hits and not line.offered and not line.stolen:
         return ""
     found = f"{line.prefix_hits or 0:.0%} of its prompts' tokens were in its prefix cache"
@@ -228,7 +228,7 @@ def whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def cells(line: Line) -> tuple[str, ...]:
+def cells(line: ReplicaStatus) -> tuple[str, ...]:
     return (
         line.stage,
         line.model or "",
@@ -242,7 +242,7 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    """In two of its units: 42s, 3m 12s, 5h 07m, 2d 03h."""
+    """Format a duration with its two largest units: 42s, 3m 12s, 5h 07m, 2d 03h."""
     whole = int(seconds)
     for unit, size, part, part_size in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= size:

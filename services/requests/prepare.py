@@ -19,7 +19,7 @@ from services.requests.store.modules.store import ModuleStore
 from services.requests.store.record import ResponseRecord, choice_params, make_record
 from services.requests.text.parsing.answer import HARMONY, REASONING, TOOL_CALLS
 from services.requests.text.parsing.harmony import ANSWER
-from services.requests.text.schemas.prepare import Prepared
+from services.requests.text.schemas.prepare import Enforceable
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
@@ -88,7 +88,7 @@ def embedder(context: RequestContext, name: str) -> tuple[str, str]:
     return model, model
 
 
-async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Prepared | None:
+async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Enforceable | None:
     """The constraint as it can be enforced. Raises Invalid, Rejected, and ClientDisconnect. What
     costs work is charged before it is done."""
     if constraint is None:
@@ -124,7 +124,7 @@ async def messages_for(context: RequestContext, messages: Sequence[Message], mod
     return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
 
 
-def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
+def checks_of(prepared: Enforceable | None) -> Sequence[Sequence[str]]:
     return prepared.checks if prepared is not None else ()
 
 

@@ -1,28 +1,25 @@
 """Messages to text, by the model's own chat template, within bounds of time and memory."""
 
 import json
-import select
-import signal
-import subprocess
-import sys
-import weakref
 from typing import Any
 
 from services.tokenizer.template_features import find_parsers, template_with_tools
-from services.tokenizer.template_worker import frame_of, read_frame
 from shared.model.json_text import read_json
 from shared.process.errors import Invalid, StartupError
+from shared.process.helper import HelperProcess, HelperStuck
+from shared.process.plain import Unreadable
 from shared.process.telemetry import get_logger
 from shared.wire.messages import ChatMessage, ChatOptions
 
 log = get_logger("penstock.tokenizer")
 
-# Of the worker's processor time: what the machine does meanwhile is not the template's fault
+WORKER = "services.tokenizer.template_worker"
+NUM_TRIES = 2  # a worker that is killed must not cost a request
+# The worker's processor time: a machine that is busy is not the template's fault
 COMPILE_LIMIT_S = 20.0
 RENDER_LIMIT_S = 2.0  # for one conversation; 8 MiB take a tenth of it
 QUICK_LIMIT_S = 0.1  # where others wait: a conversation that takes longer is rendered elsewhere
-# by the clock, on a machine that is busy; at the start, the worker imports what it needs
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0  # by the clock, on a machine that is busy; at first the worker imports its modules
 
 
 class Slow:
@@ -33,8 +30,7 @@ SLOW = Slow()
 
 
 class ChatTemplate:
-    """Owns the worker that renders. One that does not stop in time is killed, and another is
-    started."""
+    """Owns the helper process that renders. A template that does not stop in time is killed."""
 
     def __init__(self, tokenizer: Any, *, is_quick: bool = False) -> None:
         """tokenizer: of transformers; is_quick: a conversation has QUICK_LIMIT_S, and is Slow
@@ -50,37 +46,32 @@ class ChatTemplate:
         self._with_tools = template_with_tools(tokenizer.chat_template, self._template) if self._template else ""
         self._special_tokens = dict(tokenizer.special_tokens_map) if self._template else {}
         self._is_quick = is_quick
-        self._worker: _Worker | None = None
-        self._problem = ""  # what makes the template unusable, whatever is said
+        self._helper = HelperProcess(WORKER)
+        self._is_compiled = False  # by the helper
+        self._problem = ""  # what makes the template unusable for all conversations
 
     def parsers(self, tool_calls: str, reasoning: str) -> dict[str, str]:
         """How the model writes calls and thoughts: find_parsers' words."""
         return find_parsers(self._template, tool_calls, reasoning, self._with_tools)
 
     def start(self) -> None:
-        """Start the worker, which compiles the template: one that is broken is found now, and the
-        first conversation need not wait."""
-        if self._template is None or self._worker is not None or self._problem:
+        """Start the helper and compile the template: one that is broken is found now, and the first
+        conversation need not wait."""
+        if self._template is None or self._is_compiled or self._problem:
             return
-        worker = _Worker(self._template, self._special_tokens)
         try:
-            compiled = worker.begin()
-        except TimeoutError:
-            log.warning("the worker that renders chat templates did not start", timeout_s=ANSWER_TIMEOUT_S)
+            compiled = self._ask({"template": self._template, "limit_s": COMPILE_LIMIT_S})
+        except (HelperStuck, EOFError, OSError, Unreadable) as error:
+            log.warning("the process that renders chat templates did not start", error=error or type(error).__name__)
             return
-        if compiled is not None and "error" not in compiled:
-            self._worker = worker
-        elif compiled is not None or worker.has_run_out:
-            self._problem = compiled["error"] if compiled is not None else f"it takes more than {COMPILE_LIMIT_S:g} s to compile"
+        self._is_compiled = not compiled
+        if compiled:
+            self._problem = compiled.get("error", f"it takes more than {COMPILE_LIMIT_S:g} s to compile")
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
     def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid | Slow]:
         """Render each conversation as the model was trained to read it, up to where the assistant
-        speaks; or the template's word against it.
-
-        Whatever goes wrong is about this conversation (or a broken template), and fails this request
-        alone.
-        """
+        speaks; or the template's error. An error fails its conversation alone."""
         if self._template is None:
             return [Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template") for _ in conversations]
         if not conversations:
@@ -89,7 +80,7 @@ class ChatTemplate:
         if self._problem:
             reason = f"this model's chat template can't be used ({self._problem}): use /v1/completions"
             return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
-        if self._worker is None:
+        if not self._is_compiled:
             return [_away("does not start") for _ in conversations]
         rendered: list[str | Invalid | Slow] = []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
@@ -106,38 +97,50 @@ class ChatTemplate:
             tools, documents, kwargs = (read_json(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
         except ValueError as error:  # a gateway checks them, but this is whatever was in Redis
             return _refused(name, f"its tools, documents or variables are not JSON: {error}")
-        conversation = frame_of({
+        return self._render_within({
             "limit_s": QUICK_LIMIT_S if self._is_quick else RENDER_LIMIT_S,
+            "template": options.chat_template or (self._with_tools if tools else self._template),
+            "special_tokens": self._special_tokens,
             "messages": [to_template(message) for message in messages],
             "tools": tools,
             "documents": documents,
             "kwargs": kwargs or {},
-            "chat_template": options.chat_template or (self._with_tools if tools and self._with_tools != self._template else ""),
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
-        })  # fmt: skip
-        for _ in range(2):  # if a worker was killed, no request fails
+        }, name, "chat_template" if options.chat_template else "messages")  # fmt: skip
+
+    def _render_within(self, conversation: dict[str, Any], name: str, param: str) -> str | Invalid | Slow:
+        """Render within the limits of time. name: the template's, for errors; param: the field at fault if
+        it takes too long."""
+        for _ in range(NUM_TRIES):
             self.start()
-            worker, self._worker = self._worker, None
-            if worker is None:
+            if not self._is_compiled:
                 continue
             try:
-                rendered = worker.ask(conversation)
-            except TimeoutError:
+                rendered = self._ask(conversation)
+            except HelperStuck:
                 log.warning("chat template timed out", timeout_s=ANSWER_TIMEOUT_S)
                 return _away(f"does not answer within {ANSWER_TIMEOUT_S:g} s")
-            if rendered is not None:
-                self._worker = worker
-            has_run_out = worker.has_run_out if rendered is None else rendered.get("has_run_out", False)
-            if has_run_out and self._is_quick:
+            except (EOFError, OSError, Unreadable):
+                log.warning("the process that renders chat templates died, starting another")
+                continue
+            if "has_run_out" in rendered and self._is_quick:
                 return SLOW
-            if has_run_out:
+            if "has_run_out" in rendered:
                 log.warning("chat template took too long and was stopped", limit_s=RENDER_LIMIT_S)
-                return _refused(name, f"it takes more than {RENDER_LIMIT_S:g} s", "chat_template" if options.chat_template else "messages")
-            if rendered is not None:
-                return str(rendered["text"]) if "text" in rendered else _refused(name, rendered["error"], rendered.get("param", "messages"))
-            log.warning("the worker that renders chat templates died, starting another")
+                return _refused(name, f"it takes more than {RENDER_LIMIT_S:g} s", param)
+            return str(rendered["text"]) if "text" in rendered else _refused(name, rendered["error"], rendered.get("param", "messages"))
         return _refused(name, "it ends the process that renders it")
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The worker's answer. Raises as HelperProcess.ask, apart from TimeoutError."""
+        is_compiled, self._is_compiled = self._is_compiled, False
+        try:
+            answer: dict[str, Any] = self._helper.ask(json.dumps(question).encode(), ANSWER_TIMEOUT_S, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            return {"has_run_out": True}
+        self._is_compiled = is_compiled  # by a child that goes on
+        return answer
 
 
 def to_template(message: ChatMessage) -> dict[str, Any]:
@@ -168,56 +171,6 @@ def to_object(arguments: str) -> Any:
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-class _Worker:
-    """The process, which ends when this object does."""
-
-    def __init__(self, template: str, special_tokens: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "services.tokenizer.template_worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._stop = weakref.finalize(self, _end, self._process)
-        self._first = frame_of((template, special_tokens, COMPILE_LIMIT_S))
-
-    def begin(self) -> dict[str, Any] | None:
-        """Start the worker and return what it says of the template, as `ask`."""
-        return self.ask(self._first)
-
-    def ask(self, frame: bytes) -> dict[str, Any] | None:
-        """Ask the worker and return its answer; None if it has ended instead. Raises TimeoutError,
-        having ended it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        answer: dict[str, Any] | None = None
-        has_come = True
-        try:
-            self._process.stdin.write(frame)
-            self._process.stdin.flush()
-            has_come = bool(select.select([self._process.stdout], [], [], ANSWER_TIMEOUT_S)[0])
-            answer = read_frame(self._process.stdout) if has_come else None
-        except (OSError, json.JSONDecodeError):  # it died, in the middle of something
-            answer = None
-        if answer is None:
-            self._stop()
-        if not has_come:
-            raise TimeoutError
-        return answer
-
-    @property
-    def has_run_out(self) -> bool:
-        """Whether it ended because its processor time was used up."""
-        return self._process.returncode == -signal.SIGPROF
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill it, wait for it, and close its pipes."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:  # what was still to be written has no reader any more
-                continue
 
 
 def _refused(name: str, reason: str, param: str = "messages") -> Invalid:

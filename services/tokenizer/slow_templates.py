@@ -1,7 +1,7 @@
 """Conversations that bring a chat template of their own, and those with which the model's template
 is slow: rendered by threads outside the loop.
 
-Only the tenant who sent such a conversation waits for it: tenants take turns, and none has all the
+Only the tenant that sent such a conversation waits for it: tenants take turns, and none has all the
 workers. A conversation that waits too long, or is one too many, gets an error that says so.
 """
 
@@ -18,7 +18,7 @@ from shared.wire.entries import Delivery
 from shared.wire.messages import GenerateRequest
 
 NUM_WORKERS = 2
-MAX_OF_TENANT = 64  # that wait
+MAX_OF_TENANT = 64  # waiting conversations
 MAX_WAITING = 256  # of all tenants
 WAIT_S = 10.0
 
@@ -44,10 +44,10 @@ class SlowTemplates:
         self._clock = clock
         self._free: list[ChatTemplate] = []
         self._running: list[Running] = []
-        # by tenant, whose turn is next first; each with the time since when it waits
+        # by tenant, the next one first; each with the time since when it waits
         self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "slow-template")
-        self.entry_ids: list[bytes] = []  # of all requests here, waiting or being rendered
+        self.entry_ids: list[bytes] = []  # of all requests here, waiting or running
 
     @property
     def is_empty(self) -> bool:

@@ -1,31 +1,28 @@
-"""`python -m services.tokenizer.template_worker`: renders chat templates, in a process of its own
-that can be killed.
+"""`python -m services.tokenizer.template_worker`: renders chat templates, in a process of its own that
+can be killed.
 
 A template is a program that came with the model. transformers runs it sandboxed, so that it touches
-nothing; but it may go on for ever, or fill the memory. Reads frames from standard input (length,
-JSON): first the template, the special tokens and a limit, then conversations. Answers each frame:
-the first when the template is compiled, or with the error in it, the others with the text, or with
-the error's, or with has_run_out when the processor time of the frame was used up. Ends when its
-tokenizer does, for then its input ends; and by SIGPROF, when a frame does not stop within GRACE_S
-of that.
+nothing; but it may go on for ever, or fill the memory. A question is JSON: a template to compile, or a
+conversation with its template. The answer is an object: empty for a template that compiles, the text of
+a conversation, or the error, or `has_run_out` if the question's processor time was used up. Where
+Python can't interrupt the template within GRACE_S of that, SIGPROF ends the child that renders. The
+child is kept from question to question: it has compiled the template.
 """
 
 import json
 import os
-import resource
 import signal
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 from services.tokenizer.template_features import knows, wants_parts
 from services.tokenizer.tool_prompt import explain_tools, in_turns, spell_calls
+from shared.process.worker import run_worker
 
-FRAME = struct.Struct("<Q")  # length of the JSON
 MAX_CHARACTERS = 32 << 20  # of a text; a body's text has 32 MiB at most
-MEMORY = 1 << 30  # more than what the process has when it is ready
+MEMORY = 1 << 30  # bytes
 GRACE_S = 0.5  # of processor time, for what Python can't interrupt
 
 
@@ -33,43 +30,16 @@ class OutOfTime(BaseException):
     """No template can catch it."""
 
 
-def read_frame(source: IO[bytes]) -> Any:
-    """The next value; None at the end."""
-    head = source.read(FRAME.size)
-    return json.loads(source.read(*FRAME.unpack(head))) if len(head) == FRAME.size else None
-
-
-def frame_of(value: object) -> bytes:
-    data = json.dumps(value).encode()
-    return FRAME.pack(len(data)) + data
-
-
-def write_frame(sink: IO[bytes], value: object) -> None:
-    sink.write(frame_of(value))
-    sink.flush()
-
-
-def serve(source: IO[bytes], sink: IO[bytes]) -> None:
-    first = read_frame(source)
-    if first is None:
-        return
-    template, special_tokens, limit_s = first
+def answer(question: bytes) -> dict[str, Any]:
+    """question: limit_s, template; of a conversation also what `render` reads."""
+    asked = json.loads(question)
     try:
-        with limited(limit_s):
-            compiled = compile_template(template)
+        with limited(asked["limit_s"]):
+            return render(asked) if "messages" in asked else compile_template(asked["template"])
     except OutOfTime:
-        compiled = {"error": f"it takes more than {limit_s:g} s to compile"}
-    write_frame(sink, compiled)
-    while (conversation := read_frame(source)) is not None:
-        rendered: dict[str, Any]
-        try:
-            with limited(conversation["limit_s"]):
-                rendered = render(template, special_tokens, conversation)
-        except OutOfTime:
-            rendered = {"has_run_out": True}
-        except Exception as error:  # what is around the template's call, too, is this conversation's
-            rendered = {"error": reason_of(error)}
-        write_frame(sink, rendered)
+        return {"has_run_out": True}
+    except Exception as error:  # also around the template's call: it is an error of this conversation
+        return {"error": reason_of(error)}
 
 
 @contextmanager
@@ -109,20 +79,20 @@ def reason_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def render(template: str, special_tokens: dict[str, str], conversation: dict[str, Any]) -> dict[str, str]:
+def render(conversation: dict[str, Any]) -> dict[str, str]:
     """{"text": the conversation as the model was trained to read it, up to where the assistant
     speaks}, or {"error": why there is none}.
 
-    conversation: limit_s, messages, tools, documents, kwargs, chat_template (empty: the model's),
-    add_generation_prompt, continue_final_message.
+    conversation: template, special_tokens, messages, tools, documents, kwargs, add_generation_prompt,
+    continue_final_message.
     """
-    template = conversation["chat_template"] or template
+    template = conversation["template"]
     messages, tools = _in_terms_of(template, conversation["messages"], conversation["tools"])
     if conversation["documents"] and not knows(template, "documents"):
         return {"error": "it knows of no documents", "param": "documents"}
     options = {
         "documents": conversation["documents"], "add_generation_prompt": conversation["add_generation_prompt"],
-        "continue_final_message": conversation["continue_final_message"], **special_tokens, **conversation["kwargs"],
+        "continue_final_message": conversation["continue_final_message"], **conversation["special_tokens"], **conversation["kwargs"],
     }  # fmt: skip
     rendered = _with_its_arguments(template, messages, tools, options)
     if "error" in rendered and len(turns := in_turns(messages)) < len(messages):
@@ -141,7 +111,7 @@ def _with_its_arguments(template: str, messages: list[dict[str, Any]], tools: li
 
 
 def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
-    """The messages and the tools without what the template does not know: told in plain messages
+    """The messages and the tools without what the template does not know, which plain messages say
     instead."""
     if not knows(template, "developer"):
         messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -153,7 +123,7 @@ def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> t
 
 
 def with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, whose text is a list of one part."""
+    """The message with its text as a list of one part."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -184,23 +154,11 @@ def _render(template: str, messages: list[dict[str, Any]], tools: list[Any] | No
     return {"text": text} if len(text) <= MAX_CHARACTERS else {"error": f"it makes a text of {len(text)} characters"}
 
 
-def limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
-
-
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # whoever asked has gone: no answer is owed, nor a traceback
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does not print into the replies
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it for nothing
-    _render("", [{}], None, {})  # imports what it needs, while the tokenizer still loads
-    if sys.platform == "linux":
-        limit_memory()
-    serve(sys.stdin.buffer, sink)
+    _render("", [{}], None, {})  # imports modules, while the tokenizer still loads
+    run_worker(answer, MEMORY, is_kept=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ send is a wrong value. Pickle would run any code.
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -25,19 +26,19 @@ class Unreadable(Exception):
 def pack(value: object) -> bytes:
     """The value as bytes. Raises ValueError for a value that is nested too deeply, TypeError for one
     that has no form."""
-    packed: bytes = msgpack.packb(value, default=_packed, strict_types=True)
+    packed: bytes = msgpack.packb(value, default=_packed, strict_types=True, unicode_errors="surrogatepass")
     return packed
 
 
 def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
-    """The value. classes: of the objects in it. Raises Unreadable."""
+    """The value. classes: those of the objects in it. Raises Unreadable."""
     by_name, depth = {name_of(each): each for each in classes}, 0
 
     def read(code: int, inner: bytes) -> Any:
         nonlocal depth
         if (depth := depth + 1) > MAX_DEPTH:  # each level is a call of msgpack, with a large frame
             raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
-        value = msgpack.unpackb(inner, ext_hook=read, strict_map_key=False)
+        value = unpackb(inner)
         depth -= 1
         if code == TUPLE:
             return tuple(value)
@@ -49,8 +50,9 @@ def unpack(data: bytes, classes: Iterable[type] = ()) -> Any:
         name, state = value
         return _object(by_name[name], state)
 
+    unpackb = partial(msgpack.unpackb, ext_hook=read, strict_map_key=False, unicode_errors="surrogatepass")
     try:
-        return msgpack.unpackb(data, ext_hook=read, strict_map_key=False)
+        return unpackb(data)
     except Exception as error:  # any kind: the bytes come from a process that may be taken over
         raise Unreadable(f"{type(error).__name__}: {error}") from None
 

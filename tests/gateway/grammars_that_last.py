@@ -3,15 +3,15 @@
 import os
 import time
 
-from services.requests.text.schemas.prepare import Prepared
+from services.requests.text.schemas.prepare import Enforceable
 from services.requests.workers.grammars import worker
 from shared.model.constraint import Constraint
 from shared.process.plain import unpack
 from shared.process.worker import run_worker
 
 
-def answer(question: bytes) -> Prepared:
-    constraint, _ = unpack(question, (Constraint,))
+def answer(question: bytes) -> Enforceable:
+    constraint = unpack(question, (Constraint,))
     if constraint.text.startswith("lasting"):
         time.sleep(3600)
     if constraint.text.startswith("deadly"):

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from services.requests.text.schemas.prepare import prepare
-from services.requests.text.schemas.validate import problems_of
+from services.requests.workers.grammars.answer_worker import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from services.requests.text.schemas.prepare import prepare
-from services.requests.text.schemas.validate import problems_of
+from services.requests.workers.grammars.answer_worker import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

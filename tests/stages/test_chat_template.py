@@ -139,3 +139,14 @@ def test_a_broken_template_is_said_once_at_the_start_and_blames_no_message(text:
 def test_a_model_without_a_template_says_so() -> None:
     [found] = ChatTemplate(Texts(None)).render([say("Hi")])
     assert isinstance(found, Invalid) and found.code == "no_chat_template"
+
+
+def test_the_worker_knows_nothing_of_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://:secret@127.0.0.1")
+    before = set(psutil.Process().children())
+    template = ChatTemplate(Texts())
+    template.render([say("warm")])
+    [worker] = set(psutil.Process().children()) - before
+    for process in (worker, *worker.children()):
+        assert not any("secret" in value for value in process.environ().values())
+    assert len(worker.children()) == 1, "the child is kept"

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -38,9 +37,9 @@ def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, red
     stage._heartbeat.transport.close()
 
 
-TEMPLATE = b'["{{ x }}", {}, 20.0]'
+TEMPLATE = b'{"template": "{{ x }}", "limit_s": 20.0}'
 HELPERS = [
-    ("services.tokenizer.template_worker", struct.pack("<Q", len(TEMPLATE)) + TEMPLATE),
+    ("services.tokenizer.template_worker", QUESTION.pack(20.0, len(TEMPLATE)) + TEMPLATE),
     ("services.requests.workers.grammars.worker", QUESTION.pack(1.0, 0)),
 ]
 

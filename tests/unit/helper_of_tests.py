@@ -1,4 +1,4 @@
-"""`python -m tests.unit.helper_of_tests [USER]`: a helper that does to itself what the question says."""
+"""`python -m tests.unit.helper_of_tests [USER | kept]`: a helper that does to itself what the question says."""
 
 import os
 import resource
@@ -47,6 +47,7 @@ WORDS: dict[str, Callable[[str], object]] = {
     "pipes": pipes,
     "core": lambda _: resource.getrlimit(resource.RLIMIT_CORE),
     "deadly": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    "profiled": lambda _: os.kill(os.getpid(), signal.SIGPROF),
     "invalid": refuse,
     "forged": forge,
     "arrays": lambda _: {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": (1, ("x", [None]))},
@@ -60,6 +61,7 @@ def answer(question: bytes) -> object:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    is_kept = sys.argv[1:] == ["kept"]
+    if len(sys.argv) > 1 and not is_kept:
         os.setuid(int(sys.argv[1]))
-    run_worker(answer, 64 << 20)
+    run_worker(answer, 64 << 20, is_kept=is_kept)

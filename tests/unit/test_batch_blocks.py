@@ -7,15 +7,15 @@ import pytest
 
 from services.jobs import blocks
 from services.jobs.blocks import Block, OpenBlocks
-from services.jobs.output import Answer, find_parts, spool_folder
+from services.jobs.output import AnsweredLine, find_parts, spool_folder
 from services.requests.store.batches.store import Totals
 from services.requests.store.files.storage import Storage
 
 NUM_LINES, NUM_BYTES = 10, 1000
 
 
-def answer(block: int, place: int) -> Answer:
-    return Answer(f"{block}/{place}:".encode().ljust(NUM_BYTES, b"x"), Totals(completed=1, output_tokens=place))
+def answer(block: int, place: int) -> AnsweredLine:
+    return AnsweredLine(f"{block}/{place}:".encode().ljust(NUM_BYTES, b"x"), Totals(completed=1, output_tokens=place))
 
 
 def in_memory(*opened: Block) -> int:

@@ -33,12 +33,12 @@ def test_a_line_that_waits_for_its_tenants_limit_holds_no_places(redis_url: str,
         entering = asyncio.create_task(BatchRun(runtime, "batch_a")._enter(batch, asked))
         async with asyncio.timeout(30):  # others have their turn at once, for all places
             await asyncio.sleep(0.2)
-            await runtime.places.take(8)
-        runtime.places.give(8)
+            await runtime.slots.acquire(8)
+        runtime.slots.release(8)
         num_admitted = await runtime.client.xlen(requests("m").key)
         await runtime.client.hdel(inflight_key("m"), "interactive.0")
         await asyncio.wait_for(entering, 60)
-        return num_admitted, runtime.places.num_taken
+        return num_admitted, runtime.slots.num_taken
 
     with redis.Redis.from_url(redis_url) as client:
         client.hset(inflight_key("m"), mapping={"": 1, "interactive.0": 1})

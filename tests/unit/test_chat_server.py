@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.operator.chat import server as chat_server
-from services.operator.chat.chat import Chat, ChatFlags
-from services.operator.chat.conversation import Conversation
+from services.operator.chat.chat import Chat, ChatSettings
+from services.operator.chat.conversation import ChatHistory
 from services.operator.chat.display import PlainDisplay
-from services.operator.chat.server import ChatError, Piece, Server, Usage
+from services.operator.chat.server import AnswerDelta, ChatError, ReportedUsage, Server
 from shared.process.errors import StartupError
 
 MESSAGES: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
@@ -108,7 +108,7 @@ def serving(script: Script) -> Iterator[Script]:
     thread.join()
 
 
-def answer(script: Script) -> list[Piece]:
+def answer(script: Script) -> list[AnswerDelta]:
     client = Server(script.url)
     try:
         client.models()
@@ -117,7 +117,7 @@ def answer(script: Script) -> list[Piece]:
         client.close()
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[AnswerDelta]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
@@ -127,7 +127,7 @@ def test_any_server_streams(script: Script, monkeypatch: pytest.MonkeyPatch) -> 
     script.steps = [stream({"choices": [{"delta": {"role": "assistant"}}]}, thought, "Hel", "lo", END, USAGE)]
     pieces = answer(script)
     assert text_of(pieces) == "Hello" and [piece.reasoning for piece in pieces if piece.reasoning] == ["Hm."]
-    assert pieces[-1].usage == Usage(7, 2)
+    assert pieces[-1].usage == ReportedUsage(7, 2)
     method, path, headers, body = script.asked[-1]
     assert (method, path, headers["Authorization"]) == ("POST", "/v1/chat/completions", "Bearer sk-1")
     assert body["stream_options"] == {"include_usage": True}, "what only Penstock knows is sent to no other"
@@ -209,7 +209,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(script: Script, capsys: py
     full = {"error": {"message": "This model's maximum context length is 100 tokens. …", "code": "context_length_exceeded"}}
     script.steps = [stream("one", END, USAGE), stream("two", END, USAGE), refuse(400, full), stream("three", END)]
     client = Server(script.url)
-    chat = Chat(client, ChatFlags(script.url), PlainDisplay(sys.stdout, sys.stderr))
+    chat = Chat(client, ChatSettings(script.url), PlainDisplay(sys.stdout, sys.stderr))
     for question in ("first", "second", "third"):
         assert chat.ask(question) is not None
     client.close()
@@ -219,7 +219,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(script: Script, capsys: py
 
 
 def test_trimming_keeps_room_for_an_answer() -> None:
-    conversation = Conversation("Be brief.")
+    conversation = ChatHistory("Be brief.")
     for number, total in enumerate((30, 60, 90)):
         conversation.add(f"question {number}", "answer", total)
     assert [turn.num_tokens for turn in conversation.turns] == [30, 30, 30]

@@ -29,7 +29,7 @@ from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS,
 from services.requests.text.parsing.json_scanner import JsonScanner
 from services.requests.text.parsing.pieces import Piece, merged
 from services.requests.text.schemas.prepare import prepare
-from services.requests.text.schemas.validate import problems_of
+from services.requests.workers.grammars.answer_worker import problems_of
 from shared.model.constraint import Constraint
 from shared.model.json_text import MAX_DEPTH, MAX_DIGITS, TooDeep, check_depth, check_text, read_json, write_json
 from shared.process.errors import Invalid
@@ -215,7 +215,7 @@ def test_no_answer_or_schema_ends_the_helpers(number: int) -> None:
         schema_text = nested(rng, rng.randint(1, MAX_DEPTH), leaf)
         try:
             read_json(schema_text)
-            prepare(Constraint("json_schema", schema_text, "x", is_lenient=rng.random() < 0.5), is_shallow=rng.random() < 0.7)
+            prepare(Constraint("json_schema", schema_text, "x", is_lenient=rng.random() < 0.5))
         except (Invalid, ValueError):
             continue
 

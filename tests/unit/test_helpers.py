@@ -14,6 +14,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
 from pydantic import BaseModel
 
@@ -27,6 +28,7 @@ from services.requests.workers.grammars import answers
 from services.requests.workers.grammars.answers import AnswerChecker
 from services.requests.workers.pool import SIZE, HelperFailed, HelperPool
 from shared.process.errors import Invalid, Rejected
+from shared.process.helper import HelperProcess, HelperStuck
 from shared.process.plain import Unreadable, pack, unpack
 from shared.process.worker import QUESTION, REPLY, Outcome
 
@@ -213,3 +215,33 @@ def test_a_tenant_s_slow_checks_hold_no_other_s_answer_back(monkeypatch: pytest.
         await checker.helpers.stop()
 
     asyncio.run(run())
+
+
+def test_a_kept_child_answers_until_one_of_its_questions_ends_it() -> None:
+    helper = HelperProcess(MODULE, "kept")
+
+    def ask(question: str, limit_s: float = 30.0) -> Any:
+        return helper.ask(question.encode(), limit_s, 120.0)
+
+    assert ask("look") == ["look"] and ask("look") == ["look", "look"]
+    with pytest.raises(EOFError):
+        ask("deadly")
+    assert ask("look") == ["look"]
+    with pytest.raises(TimeoutError):
+        ask("sleep 60", 0.1)
+    with pytest.raises(TimeoutError):
+        ask("profiled")
+    assert ask(f"pipes {'x' * (1 << 20)}") == 2, "its own to its parent, and no other"
+    helper.stop()
+
+
+def test_a_helper_that_stands_still_is_killed_whether_it_reads_or_not() -> None:
+    helper = HelperProcess(MODULE, "kept")
+    assert helper.ask(b"look", 30.0, 120.0) == ["look"]
+    for question in (b"look", b"look " + b"x" * (1 << 20)):
+        [process] = [each for each in psutil.Process().children() if MODULE in each.cmdline()]
+        process.suspend()
+        with pytest.raises(HelperStuck):
+            helper.ask(question, 30.0, 0.2)
+        assert helper.ask(b"look", 30.0, 120.0) == ["look"]
+    helper.stop()

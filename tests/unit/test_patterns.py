@@ -8,7 +8,7 @@ import pytest
 
 from services.requests.text.schemas.expressions import written
 from services.requests.text.schemas.prepare import prepare
-from services.requests.text.schemas.validate import problems_of
+from services.requests.workers.grammars.answer_worker import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid
@@ -38,7 +38,6 @@ PATTERNS: list[tuple[str, list[str], list[str]]] = [
     (r"^[[:alpha:]]$", ['":]"', '"a]"'], ['"b"', '"a"']),
     (r"^[a&&b]$", ['"a"', '"&"'], ['"c"']),
     (r"^[\w-.]$", ['"-"', '"."', '"x"'], ['"/"']),
-    (r"(?i)^[^k]x\/$", ['"aX/"'], ['"Kx/"', '"\u212ax/"']),
     (r"^x{2$", ['"x{2"'], ['"xx"']),
     (r"^\u{1F600}\ud83d\ude00\x41\cA?$", ['"😀😀A"'], ['"😀A"']),
     (r"^(?<name>a)(?P<other>b)(?:c)$", ['"abc"'], ['"ab"']),
@@ -51,7 +50,9 @@ def test_a_pattern_allows_what_each_engine_matches(pattern: str, good: list[str]
     assert [allowed(schema, text) for text in good + bad] == [True] * len(good) + [False] * len(bad)
 
 
-@pytest.mark.parametrize("pattern", ["a++", "a{,3}", "[]", "[^]", r"\bx", "(?=x)y", r"(a)\1", "[b-a]", "(a", "a)", "*", "^*", r"\A", "a\0", "(?m)^a", "(" * 99])
+@pytest.mark.parametrize(
+    "pattern", ["a++", "a{,3}", "[]", "[^]", r"\bx", "(?=x)y", r"(a)\1", "[b-a]", "(a", "a)", "*", "^*", r"\A", "a\0", "(?m)^a", "(?i)^a", "(" * 99]
+)
 def test_what_engines_read_differently_is_not_enforced(pattern: str) -> None:
     assert written(pattern) is None
 
@@ -62,9 +63,9 @@ ABOUT = "look-around, including look-ahead and look-behind, is not supported"
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("a(", "is no regular expression: missing ), unterminated subpattern at position 1"),
-        ("[b-a]", "is no regular expression: bad character range b-a at position 1"),
-        ("a\\", "is no regular expression: bad escape (end of pattern) at position 1"),
+        ("a(", "can't be enforced: unclosed group"),
+        ("[b-a]", "can't be enforced: invalid character class range, the start must be <= the end"),
+        ("a\\", "can't be enforced: engines read it differently"),
         ("a(?<=b)", f"can't be enforced: {ABOUT}"),
         (r"(a)\1", "can't be enforced: backreferences are not supported"),
         ("a++", "can't be enforced: engines read it differently"),

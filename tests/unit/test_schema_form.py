@@ -8,13 +8,11 @@ import jsonschema
 import pytest
 
 from services.requests.text.schemas.form import NoSchema, normalize
-from services.requests.text.schemas.prepare import Prepared, prepare
-from services.requests.text.schemas.validate import problems_of
+from services.requests.text.schemas.prepare import Enforceable, prepare
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid
 from tests.grammars.generate import vocabulary
-from tests.grammars.walk import walk
 
 PARAM = "response_format.json_schema.schema"
 WRONG: list[tuple[Any, str]] = [
@@ -32,11 +30,11 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-def prepared(schema: Any, *, is_lenient: bool = True) -> Prepared:
+def prepared(schema: Any, *, is_lenient: bool = True) -> Enforceable:
     return prepare(Constraint("json_schema", json.dumps(schema), PARAM, is_lenient))
 
 
-def allows(found: Prepared, text: str) -> bool:
+def allows(found: Enforceable, text: str) -> bool:
     matcher = compile_grammar(found.constraint, vocabulary())
     return bool(matcher.consume_tokens(vocabulary().tokenizer.tokenize_str(text)) and matcher.is_accepting())
 
@@ -152,31 +150,25 @@ def many(count: int, **more: Any) -> Any:
     return {"type": "object", "properties": {f"p{number}": {**kinds[number % 2], **more} for number in range(count)}, "required": ["p1", "p7"]}
 
 
-@pytest.mark.parametrize("is_lenient", [False, True])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_object_of_thousands_of_properties_is_enforced_in_full(is_lenient: bool, depth: int) -> None:
-    schema = many(5000) if not depth else {"type": "array", "items": many(5000), "minItems": 1}
-    found = prepared(schema, is_lenient=is_lenient)
-    begin, end = ("[", "]") if depth else ("", "]"[:0])
+def test_an_object_of_thousands_of_properties_is_held_to_its_type() -> None:
+    with pytest.raises(Invalid, match="more than 900 optional properties"):
+        prepared(many(903), is_lenient=False)
+    found = prepared(many(5000))
+    assert found.ignored == (f"{PARAM}: all but its type",) and [name for name, _ in found.checks] == [""]
+    assert allows(found, '{"p1": "x"}') and not allows(found, "[]")
+    found = prepared(many(902), is_lenient=False)
     assert found.ignored == () and found.checks == ()
-    assert allows(found, begin + '{"p1": 5, "p7": 5, "p4998": "x", "p3": 4}' + end)
-    assert not allows(found, begin + '{"p1": 5, "p7": 5, "p4998": 1}' + end)
-    assert not allows(found, begin + '{"p1": 5}' + end)
-    assert not allows(found, begin + '{"p1": 5, "p7": 5, "q": 1}' + end)
-    answer = walk(found.constraint, seed=1)
-    assert answer.finish_reason == "length" or problems_of(schema, answer.text) == []
+    assert allows(found, '{"p1": 5, "p7": 5, "p900": "x"}') and not allows(found, '{"p1": 5, "p7": 5, "p900": 1}') and not allows(found, '{"p1": 5}')
 
 
-def test_a_schema_that_is_too_large_is_held_to_its_first_level_soon() -> None:
-    schema = many(4000)
-    for number, each in enumerate(schema["properties"].values()):
-        each["maxLength"] = number
+def test_a_schema_that_is_too_large_is_held_to_its_first_level_however_fast_the_machine_is() -> None:
+    schema = many(800, allOf=[{} for _ in range(30)])
     began = time.process_time()
     found = prepared(schema)
     assert time.process_time() - began < 4.0
     assert found.ignored == (f"{PARAM}: all below the first level",) and [name for name, _ in found.checks] == [""]
-    assert allows(found, '{"p1": 5, "p7": 5, "p3998": "x"}') and not allows(found, '{"p1": 5, "p7": 5, "p3998": 1}') and not allows(found, "{}")
-    with pytest.raises(Invalid, match="more than 900 optional properties, with more than 32 different schemas"):
+    assert allows(found, '{"p1": 5, "p7": 5, "p798": "x"}') and not allows(found, '{"p1": 5, "p7": 5, "p798": 1}') and not allows(found, "{}")
+    with pytest.raises(Invalid, match="it is too large"):
         prepared(schema, is_lenient=False)
 
 
@@ -188,7 +180,6 @@ def test_what_has_no_first_level_keeps_its_type(schema: Any, name: str) -> None:
 
 
 def test_no_schema_takes_long() -> None:
-    """Not a quick one, either: then its first level is enforced."""
     for schema in (
         {"type": "object", "patternProperties": {f"^p{number}$": {"type": "string"} for number in range(1500)}},
         {"oneOf": [{"const": f"v{number}"} for number in range(4000)]},
@@ -197,6 +188,3 @@ def test_no_schema_takes_long() -> None:
         began = time.process_time()
         prepared(schema)
         assert time.process_time() - began < 4.0
-    assert prepare(Constraint("json_schema", json.dumps(many(10, maxLength=3)), PARAM, is_lenient=True), is_shallow=True).ignored == (
-        f"{PARAM}: all below the first level",
-    )

@@ -11,7 +11,7 @@ from services.requests.bodies.parse import parse
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.prepare import after_thought
 from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
-from services.requests.text.schemas.closing import closed
+from services.requests.text.schemas.prepare import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
 from shared.model.grammar import Vocabulary, compile_grammar, load_vocabulary

@@ -1,8 +1,6 @@
 """PixelReader: reads images' files from Redis and decodes them to pixels, while steps run."""
 
 import queue
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,9 +12,9 @@ from redis.exceptions import RedisError
 from shared.model.vision.images import Image
 from shared.model.vision.shape import VisionFamily
 from shared.process.errors import Invalid
+from shared.process.helper import HelperProcess, HelperStuck
 from shared.process.plain import Unreadable, pack
 from shared.process.telemetry import get_logger
-from shared.process.worker import QUESTION, REPLY, environment, outcome_of
 from shared.wire.streams import images_key
 from shared.wire.transport import Backoff, Transport, is_temporary
 
@@ -24,7 +22,7 @@ log = get_logger("penstock.compute")
 
 TIMEOUT_S = 60.0  # of one image
 START_TIMEOUT_S = 120.0  # until the process has imported what it needs, on a machine that is busy
-NUM_TRIES = 2  # after a process was killed, its image is read once more
+NUM_TRIES = 2  # a process that is killed must not cost a request
 GONE = "an image of this request is gone: send the request again"
 
 
@@ -43,14 +41,13 @@ class PixelProcess:
     def __init__(self, transport: Transport, folder: Path, family: VisionFamily) -> None:
         """folder: of the library's image processor."""
         self.transport = transport
-        self.folder = folder
         self.family = family
-        self._process: subprocess.Popen[bytes] | None = None
+        self.helper = HelperProcess("services.compute.images.pixels", str(folder))
 
     def start(self) -> None:
         """Have it import what it needs, so that no image waits for that."""
-        with suppress(OSError, EOFError):  # the first image tells of it
-            self._ask(b"")
+        with suppress(OSError, EOFError, HelperStuck):  # the first image tells of it
+            self.helper.ask(b"", TIMEOUT_S, START_TIMEOUT_S + TIMEOUT_S)
 
     def read(self, response_id: str, image: Image) -> dict[str, Any]:
         """Inputs of the model's encoder by name. Raises Invalid."""
@@ -60,21 +57,14 @@ class PixelProcess:
         question = pack((self.family.processing(is_low=image.is_low), data))
         for _ in range(NUM_TRIES):
             try:
-                answer = self._ask(question)
-            except (OSError, EOFError, Unreadable) as error:
+                answer = self.helper.ask(question, TIMEOUT_S, START_TIMEOUT_S + TIMEOUT_S)
+            except (OSError, EOFError, HelperStuck, Unreadable) as error:
                 log.warning("the process that reads images died, starting another", error=error or type(error).__name__)
-                self.stop()
                 continue
             if isinstance(answer, Invalid):
                 raise answer
             return dict(answer)
         raise Invalid("the image crashes the process that decodes it", param="messages", code="invalid_image")
-
-    def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
 
     def _file(self, response_id: str, image: Image) -> bytes | None:
         """The image's file; None: it is not there. Waits for a Redis that can't serve."""
@@ -87,27 +77,6 @@ class PixelProcess:
                 if not is_temporary(error):
                     raise Invalid(f"the image can't be read from Redis: {error}", status=500) from None
                 threading.Event().wait(backoff.failed(error))
-
-    def _ask(self, question: bytes) -> Any:
-        """Raises Unreadable, and OSError or EOFError where the process ends instead of answering, or takes too long."""
-        if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-m", "services.compute.images.pixels", str(self.folder)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), start_new_session=True)
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        watch = threading.Timer(START_TIMEOUT_S + TIMEOUT_S, process.kill)
-        watch.start()
-        try:
-            process.stdin.write(QUESTION.pack(TIMEOUT_S, len(question)))
-            process.stdin.write(question)
-            process.stdin.flush()
-            head = process.stdout.read(REPLY.size)
-            if len(head) < REPLY.size:
-                raise EOFError("no answer")
-            outcome, length = REPLY.unpack(head)
-            return outcome_of(process.stdout.read(length), outcome)
-        finally:
-            watch.cancel()
 
 
 class PixelReader:

@@ -1,5 +1,6 @@
 """The chat itself: questions from the keyboard, or one from the command line or a pipe."""
 
+import base64
 import re
 import signal
 import sys
@@ -9,14 +10,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from services.operator.chat.conversation import Conversation
+from services.operator.chat.conversation import ChatHistory
 from services.operator.chat.display import Display, clean, make_display, on_interrupt, quiet_keyboard
-from services.operator.chat.images import read_image
 from services.operator.chat.prompt import NEWLINE_KEYS, Prompt, to_utf8
-from services.operator.chat.server import ChatError, Model, Server, Usage
+from services.operator.chat.server import ChatError, ReportedUsage, ServedModel, Server
 from shared.process.errors import StartupError
 
 MAX_QUESTION_BYTES = 8 << 20  # of a pipe
+MAX_IMAGE_BYTES = 20 << 20  # as the server's
+IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # by how their files begin
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /etc/hosts is the beginning of a question
 
 HELP = f"""\
@@ -34,7 +36,7 @@ COMMANDS = ("help", "reset", "system", "model", "image", "regenerate", "save", "
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFlags:
+class ChatSettings:
     url: str
     model: str | None = None
     system: str = ""
@@ -45,18 +47,18 @@ class ChatFlags:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """An answer as far as it came."""
 
     text: str = ""
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     finish_reason: str = ""
     seconds: float = 0.0
     ttft_s: float | None = None
 
     @property
     def figures(self) -> str:
-        """A line with what the answer cost; empty if nobody counted."""
+        """A line with what the answer cost; empty if the server did not count."""
         if self.usage is None or self.ttft_s is None:
             return ""
         parts = [f"{self.usage.num_output_tokens:,} tokens"]
@@ -69,34 +71,34 @@ class Answer:
 class Chat:
     """One conversation with one server."""
 
-    def __init__(self, server: Server, options: ChatFlags, display: Display) -> None:
+    def __init__(self, server: Server, options: ChatSettings, display: Display) -> None:
         """Raises StartupError without a server, or a model there."""
         self.server = server
         self.options = options
         self.display = display
-        self.conversation = Conversation(options.system)
+        self.conversation = ChatHistory(options.system)
         self.images = tuple(read_image(path) for path in options.images)  # of the next question
         self.models = {model.name: model for model in server.models()}
         self.model = self.find_model(options.model) if options.model else self.first_model()
 
-    def first_model(self) -> Model:
+    def first_model(self) -> ServedModel:
         if not self.models:
             raise StartupError(f"{self.server.url} serves no model at the moment: see penstock status")
         return next(iter(self.models.values()))
 
-    def find_model(self, name: str) -> Model:
+    def find_model(self, name: str) -> ServedModel:
         """Raises StartupError for a name that the server does not serve; one that isn't Penstock may serve more than it lists."""
         if name in self.models or not self.server.is_penstock:
-            return self.models.get(name, Model(name))
+            return self.models.get(name, ServedModel(name))
         close = get_close_matches(name, self.models, 1)
         served = f"did you mean {close[0]}?" if close else f"it serves {', '.join(self.models) or 'none at the moment'}"
         raise StartupError(f"no model {name!r} at {self.server.url}: {served}")
 
-    def ask(self, question: str) -> Answer | None:
-        """Show the answer as it comes, and remember it. None: there was none, and the display has said why."""
+    def ask(self, question: str) -> ChatAnswer | None:
+        """Show the answer as it comes, and remember it. None if there was none; the display shows why."""
         if limit := self.model.max_model_len:
             self._say_dropped(self.conversation.trim(question, limit))
-        answer, images = Answer(), self.images
+        answer, images = ChatAnswer(), self.images
         is_stopped = False
         try:
             with quiet_keyboard(), on_interrupt(signal.default_int_handler):
@@ -118,7 +120,7 @@ class Chat:
             self.images = ()
         return answer
 
-    def _receive(self, question: str, answer: Answer) -> None:
+    def _receive(self, question: str, answer: ChatAnswer) -> None:
         """The whole answer; with fewer of the oldest turns, while the server says that all are too many. Raises ChatError."""
         while True:
             try:
@@ -130,7 +132,7 @@ class Chat:
                 del self.conversation.turns[0]
                 self._say_dropped(1)
 
-    def _stream(self, question: str, answer: Answer) -> None:
+    def _stream(self, question: str, answer: ChatAnswer) -> None:
         body: dict[str, Any] = {"model": self.model.name, "messages": self.conversation.messages(question, self.images)}
         body |= {name: value for name in ("temperature", "max_tokens", "seed") if (value := getattr(self.options, name)) is not None}
         started_at = time.monotonic()
@@ -225,7 +227,7 @@ class Chat:
         else:
             self.show_figures(answer)
 
-    def show_figures(self, answer: Answer) -> None:
+    def show_figures(self, answer: ChatAnswer) -> None:
         if answer.figures:
             self.display.notice(answer.figures)
 
@@ -234,7 +236,7 @@ class Chat:
         sys.stdout.flush()
 
 
-def chat(options: ChatFlags, question: str) -> int:
+def chat(options: ChatSettings, question: str) -> int:
     """Until Ctrl-D; with a question, or with standard input that is no terminal, one answer. Returns the exit code. Raises StartupError."""
     is_interactive = sys.stdin.isatty() and not question
     question = question if is_interactive else whole_question(question)
@@ -249,6 +251,22 @@ def chat(options: ChatFlags, question: str) -> int:
         return 0 if answer is not None and answer.finish_reason else 1
     finally:
         server.close()
+
+
+def read_image(path: str) -> str:
+    """The image in a file as a data URL. Raises StartupError."""
+    file = Path(path).expanduser()
+    try:
+        size = file.stat().st_size
+        data = file.read_bytes() if size <= MAX_IMAGE_BYTES else b""
+    except (OSError, RuntimeError) as error:
+        raise StartupError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if size > MAX_IMAGE_BYTES:
+        raise StartupError(f"{path}: an image has at most {MAX_IMAGE_BYTES >> 20} MiB")
+    kind = next((kind for start, kind in IMAGE_TYPES.items() if data.startswith(start)), None)
+    if kind is None:
+        raise StartupError(f"{path}: no PNG, JPEG, WebP or GIF")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def whole_question(question: str) -> str:

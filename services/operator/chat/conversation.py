@@ -1,4 +1,4 @@
-"""A conversation: what was said so far, and what of it still fits into the model's context."""
+"""A conversation so far, and the part of it that still fits into the model's context."""
 
 import json
 from dataclasses import dataclass, field
@@ -6,34 +6,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 MOST_ROOM = 1024  # tokens that are kept free for an answer, at most
-BYTES_A_TOKEN = 3  # of a question that nobody has counted yet; English has more
+BYTES_A_TOKEN = 3  # of a question whose tokens are not counted yet; English has more
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """A question and its answer."""
 
     question: str
     answer: str
-    num_tokens: int = 0  # in the context; 0: the server did not say
+    num_tokens: int = 0  # in the context; 0 if the server did not count
     images: tuple[str, ...] = ()  # of the question, as data URLs
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     system: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     def messages(self, question: str, images: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         """As Chat Completions wants them. images: of the question, as data URLs."""
-        said: list[tuple[str, Any]] = [("system", self.system)] if self.system else []
+        messages: list[tuple[str, Any]] = [("system", self.system)] if self.system else []
         for turn in self.turns:
-            said += [("user", content_of(turn.question, turn.images)), ("assistant", turn.answer)]
-        return [{"role": role, "content": content} for role, content in [*said, ("user", content_of(question, images))]]
+            messages += [("user", content_of(turn.question, turn.images)), ("assistant", turn.answer)]
+        return [{"role": role, "content": content} for role, content in [*messages, ("user", content_of(question, images))]]
 
     def add(self, question: str, answer: str, total_tokens: int, images: tuple[str, ...] = ()) -> None:
         """total_tokens: of the whole conversation as the server counted it; 0: it did not."""
-        self.turns.append(Turn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images))
+        self.turns.append(ChatTurn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images))
 
     def trim(self, question: str, max_model_len: int) -> int:
         """Drop the oldest turns until the question fits, with room for an answer. Returns how many that were.
@@ -50,14 +50,14 @@ class Conversation:
 
     def save(self, path: Path, model: str) -> None:
         """Write it down, as Chat Completions' messages (.json) or as Markdown. Raises OSError, FileExistsError among them."""
-        said: list[tuple[Literal["System", "You"] | str, str]] = [("System", self.system)] if self.system else []
+        speeches: list[tuple[Literal["System", "You"] | str, str]] = [("System", self.system)] if self.system else []
         for turn in self.turns:
-            said += [("You", turn.question), (model, turn.answer)]
+            speeches += [("You", turn.question), (model, turn.answer)]
         if path.suffix == ".json":
             roles = {"System": "system", "You": "user"}
-            text = json.dumps([{"role": roles.get(name, "assistant"), "content": content} for name, content in said], ensure_ascii=False, indent=2)
+            text = json.dumps([{"role": roles.get(name, "assistant"), "content": content} for name, content in speeches], ensure_ascii=False, indent=2)
         else:
-            text = "\n\n".join(f"## {name}\n\n{content}" for name, content in said)
+            text = "\n\n".join(f"## {name}\n\n{content}" for name, content in speeches)
         with path.open("x", encoding="utf-8") as file:
             file.write(text + "\n")
 

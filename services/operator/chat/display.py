@@ -61,7 +61,7 @@ class PlainDisplay:
         self._last = text[-1:] or self._last
 
     def reasoning(self, text: str) -> None:
-        """Not shown: whoever reads a pipe wants the answer."""
+        """Not shown: the reader of a pipe wants the answer."""
 
     def notice(self, text: str) -> None:
         self.errors.write(f"penstock: {text}\n")

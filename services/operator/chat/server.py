@@ -19,7 +19,7 @@ KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first t
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 60.0  # Penstock sends a comment every few seconds; others may think for minutes before their first byte
 PATIENCE_S = 60.0  # without a single event, before a broken answer is given up
-TELL_AFTER_S = 2.0  # without one, the user is told; a gateway that died is mostly back by then
+TELL_AFTER_S = 2.0  # without one, the user sees a notice; a gateway that died is mostly back by then
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0  # between two tries
 MAX_ERROR_CHARACTERS = 2000
 UNAVAILABLE = (502, 503, 504)
@@ -44,30 +44,30 @@ class Interrupted(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     name: str
-    max_model_len: int | None = None  # tokens of prompt and answer; None: the server does not say
+    max_model_len: int | None = None  # tokens of prompt and answer; None if the server does not report it
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ReportedUsage:
     num_prompt_tokens: int
     num_output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of an answer: some of what was said or thought, how it ended, or a word about the connection."""
+class AnswerDelta:
+    """A piece of an answer: text or reasoning, how the answer ended, or a notice about the connection."""
 
     text: str = ""
     reasoning: str = ""
     finish_reason: str = ""
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     notice: str = ""
 
 
 @dataclass(slots=True)
-class Place:
+class StreamPosition:
     """How far a response has come here, which is where it can be resumed."""
 
     response_id: str = ""
@@ -96,7 +96,7 @@ class Server:
     def close(self) -> None:
         self.http.close()
 
-    def models(self) -> list[Model]:
+    def models(self) -> list[ServedModel]:
         """The models that the server serves. Raises StartupError."""
         try:
             response = self.http.get("/models", timeout=CONNECT_TIMEOUT_S)
@@ -110,30 +110,30 @@ class Server:
             raise StartupError(f"{self.url} answers, but not as an OpenAI-compatible server does: --url takes one, as https://host/v1") from None
         self.is_penstock = any(card.get("owned_by") == "penstock" for card in cards)
         lengths = [card.get("max_model_len") for card in cards]
-        return [Model(card["id"], length if isinstance(length, int) else None) for card, length in zip(cards, lengths, strict=True)]
+        return [ServedModel(card["id"], length if isinstance(length, int) else None) for card, length in zip(cards, lengths, strict=True)]
 
-    def answer(self, body: dict[str, Any]) -> Iterator[Piece]:
+    def answer(self, body: dict[str, Any]) -> Iterator[AnswerDelta]:
         """The answer to a request of Chat Completions, piece by piece, to its end. Raises ChatError."""
         options: dict[str, Any] = {"include_usage": True} | ({"include_position": True} if self.is_penstock else {})
         body = body | {"stream": True, "stream_options": options}
-        place = Place()
-        pause_s, heard_at, is_told = FIRST_PAUSE_S, time.monotonic(), False
+        place = StreamPosition()
+        pause_s, heard_at, has_notice = FIRST_PAUSE_S, time.monotonic(), False
         while True:
             try:
                 for piece in self._pieces(body, place):
-                    pause_s, heard_at, is_told = FIRST_PAUSE_S, time.monotonic(), False
+                    pause_s, heard_at, has_notice = FIRST_PAUSE_S, time.monotonic(), False
                     yield piece
                 return
             except Interrupted as error:
                 if not self.is_penstock or time.monotonic() - heard_at > PATIENCE_S:
                     raise ChatError(f"{error} ({error.details})" if error.details else str(error)) from None
-                if not is_told and time.monotonic() - heard_at > TELL_AFTER_S:
-                    yield Piece(notice=f"{error}; trying again, Ctrl-C stops that")
-                    is_told = True
+                if not has_notice and time.monotonic() - heard_at > TELL_AFTER_S:
+                    yield AnswerDelta(notice=f"{error}; trying again, Ctrl-C stops that")
+                    has_notice = True
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
-    def _pieces(self, body: dict[str, Any], place: Place) -> Iterator[Piece]:
+    def _pieces(self, body: dict[str, Any], place: StreamPosition) -> Iterator[AnswerDelta]:
         """From place on, which moves along. Raises Interrupted, ChatError."""
         is_over = False
         for event in self._events(body, place):
@@ -145,7 +145,7 @@ class Server:
         if not is_over:
             raise Interrupted("the connection ended within the answer")
 
-    def _events(self, body: dict[str, Any], place: Place) -> Iterator[ServerSentEvent]:
+    def _events(self, body: dict[str, Any], place: StreamPosition) -> Iterator[ServerSentEvent]:
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=SILENCE_TIMEOUT_S if self.is_penstock else None)
         headers = {"Last-Event-ID": place.event_id} if place.event_id else {}
         if place.response_id:
@@ -167,7 +167,7 @@ class Server:
         finally:
             response.close()
 
-    def _read(self, event: ServerSentEvent, place: Place) -> Piece:
+    def _read(self, event: ServerSentEvent, place: StreamPosition) -> AnswerDelta:
         """One event. Raises Interrupted, ChatError."""
         try:
             chunk = json.loads(event.data)
@@ -201,16 +201,16 @@ def connected() -> Iterator[None]:
         raise ChatError(str(error) or type(error).__name__) from None
 
 
-def read_chunk(chunk: dict[str, Any]) -> Piece:
+def read_chunk(chunk: dict[str, Any]) -> AnswerDelta:
     """A chunk of Chat Completions. Reasoning has two names: DeepSeek's, and vLLM's newer one; Penstock sends both."""
     usage = chunk.get("usage")
-    counted = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"])) if usage else None
+    counted = ReportedUsage(int(usage["prompt_tokens"]), int(usage["completion_tokens"])) if usage else None
     choices = chunk.get("choices")
     if not choices:
-        return Piece(usage=counted)
+        return AnswerDelta(usage=counted)
     delta = choices[0].get("delta") or {}
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return Piece(str(delta.get("content") or ""), str(reasoning), str(choices[0].get("finish_reason") or ""), counted)
+    return AnswerDelta(str(delta.get("content") or ""), str(reasoning), str(choices[0].get("finish_reason") or ""), counted)
 
 
 def error_message(response: httpx.Response) -> str:
@@ -218,8 +218,8 @@ def error_message(response: httpx.Response) -> str:
     status = f"HTTP {response.status_code} {response.reason_phrase}".strip()
     try:
         body = response.json()
-        said = body.get("error", body.get("detail", body.get("message")))
-        message = said.get("message") if isinstance(said, dict) else said
+        error = body.get("error", body.get("detail", body.get("message")))
+        message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):
         message = None
     message = message[:MAX_ERROR_CHARACTERS] if isinstance(message, str) and message else status

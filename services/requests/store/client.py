@@ -31,7 +31,7 @@ class Cancellable(AbstractConnection):
     """A connection whose user can be cancelled at any time.
 
     redis-py sends under asyncio.wait_for, and in Python 3.11 that swallows a cancellation which
-    comes just when the command has been sent: the task would run on, and whoever waits for its end
+    comes just when the command has been sent: the task would run on, and the caller that waits for its end
     would wait for ever. asyncio.timeout swallows none.
     """
 
@@ -152,7 +152,7 @@ def redis_errors_as_503() -> Iterator[None]:
 
 async def persist(operation: Callable[[], Awaitable[T]], backoff: Backoff | None = None) -> T:
     """operation(), again and again with growing pauses while Redis can't serve. What is not
-    temporary is raised. backoff: its caller's, who shows the problem; None: one of its own."""
+    temporary is raised. backoff: the caller's, which shows the problem; by default one of its own."""
     backoff = backoff or Backoff()
     while True:
         try:

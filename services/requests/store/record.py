@@ -1,4 +1,4 @@
-"""A response before and beside its events: its record in Redis, and the seeds of its
+"""A response before and in addition to its events: its record in Redis, and the seeds of its
 choices."""
 
 import os
@@ -53,7 +53,7 @@ class ResponseRecord:
     num_prompts: int
     n: int
     has_usage: bool  # stream_options.include_usage
-    served_model: str  # the model's own name, of which streams and keys are made
+    served_model: str  # the model's own name, which is part of streams' and keys' names
     num_echo_logprobs: int | None = None  # of each token that `echo` repeats; None: not asked
     num_prompt_logprobs: int | None = None  # prompt_logprobs, as the client asked
     parsing: Parsing | None = None  # None: what the model writes is the answer
@@ -64,12 +64,12 @@ class ResponseRecord:
     hides_logprobs: bool = False  # they are there to choose the best by
     has_token_ids: bool = False  # return_token_ids
     names_tokens_by_id: bool = False  # return_tokens_as_token_ids
-    is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
-    tenant_id: str = ""  # whose it is
+    is_background: bool = False  # no client's leaving cancels it; its readers follow the log
+    tenant_id: str = ""  # of its owner
     traceparent: str = ""  # of its trace; empty: it has none
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
     echoed: str = ""  # what a chat's answer begins with: its last message, which it goes on with
-    checks: Sequence[Sequence[str]] = ()  # as of schemas.prepare.Prepared: what the answer is held against at its end
+    checks: Sequence[Sequence[str]] = ()  # as of schemas.prepare.Enforceable: what the answer is held against at its end
     # files of images, by digest: here until it is submitted, and in no record
     images: dict[str, bytes] = field(default_factory=dict)
 

@@ -95,7 +95,7 @@ class Helper:
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """With the child that answers."""
+    """Kill the process and its child."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -119,7 +119,7 @@ class HelperPool:
     module: str  # one which calls run_worker
     work: str  # what it does, for errors
     max_of_tenant: int  # questions of one tenant that may wait
-    within_s: float  # from the asking on; who would wait for longer may come again
+    within_s: float  # from the asking on; a question that would wait for longer is rejected
     classes: Sequence[type] = ()  # of the objects in the answers
     quick_s: float = QUICK_S
     size: int = SIZE
@@ -137,7 +137,7 @@ class HelperPool:
         await self._free[-1].ask((), STUCK_S)
 
     def begin_to_start(self) -> None:
-        """Have all helpers started meanwhile: questions will come."""
+        """Start all helpers in the background: questions will come."""
         for helper in (each for each in self._helpers if not each.is_begun):
             task = asyncio.get_running_loop().create_task(helper.ask((), STUCK_S))
             self._starting.add(task)
@@ -220,7 +220,7 @@ class HelperPool:
         return Rejected(f"the gateway is busy with {self.work}", status=503, retry_after_s=1, code="gateway_busy")
 
     def _hand_out(self) -> None:
-        """Free helpers to those whose turn it is."""
+        """Give free helpers to the questions whose turn it is."""
         while self._free and (asked := self._next()) is not None:
             self._withdraw(asked)
             if asked.tenant_id in self._waiting:
@@ -235,13 +235,13 @@ class HelperPool:
         return any(not each.is_slow for questions in self._waiting.values() for each in questions)
 
     def _next(self) -> PendingQuestion | None:
-        """The tenant's whose turn it is. What is slow leaves the last helper to what may be quick."""
+        """The next question in turn. Slow questions leave the last helper to those that may be quick."""
         takes_slow = not self._has_quick or sum(self._left_s(each) <= 0 for each in self._running.values()) < self.size - 1
         every = (each for questions in self._waiting.values() for each in questions)
         return next((each for each in every if not each.turn.done() and (takes_slow or not each.is_slow)), None)
 
     def _make_room(self) -> None:
-        """Where all run for long, and one waits that may be quick: put that back which began last."""
+        """If all helpers run slow questions and one waits that may be quick, put back the question that began last."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -256,5 +256,5 @@ class HelperPool:
         helper.end_question()
 
     def _left_s(self, asked: PendingQuestion) -> float:
-        """Until it runs for long."""
+        """Seconds until the question counts as slow."""
         return self.quick_s - (asyncio.get_running_loop().time() - asked.began_at if asked.began_at else 0.0)

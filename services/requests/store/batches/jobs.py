@@ -42,4 +42,4 @@ class Jobs:
         try:
             send_batch(self._queue, self._client, batch_id)
         except (OperationalError, RedisError, OSError) as error:
-            log.warning("the workers were not told of a batch, they will find it", batch_id=batch_id, error=error)
+            log.warning("no task was sent for a batch, the workers will find it", batch_id=batch_id, error=error)

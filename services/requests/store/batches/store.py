@@ -62,7 +62,7 @@ class BatchRecord:
     """A batch as its client asked for it."""
 
     batch_id: str
-    tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
+    tenant: Tenant  # the owner, with its rights and limits when the batch was made
     endpoint: str
     input_file_id: str
     completion_window: str

@@ -29,7 +29,7 @@ Name = Annotated[str, Field(pattern=NAME)]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModulePiece:
     """A text of a module, or the room for an argument."""
 
     text: str = ""
@@ -55,17 +55,17 @@ class Module(Body):
                 raise at(".text", f"it must hold {{{name}}} once, for parameters names it")
         return self
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ModulePiece]:
         """Its texts and the rooms between them, in order."""
         if not self.parameters:
-            return [Piece(self.text)]
+            return [ModulePiece(self.text)]
         split = re.split("(" + "|".join(re.escape("{" + name + "}") for name in self.parameters) + ")", self.text)
-        found = [Piece(text) if number % 2 == 0 else Piece("", text[1:-1], self.parameters[text[1:-1]]) for number, text in enumerate(split)]
+        found = [ModulePiece(text) if number % 2 == 0 else ModulePiece("", text[1:-1], self.parameters[text[1:-1]]) for number, text in enumerate(split)]
         return [piece for piece in found if piece.text or piece.parameter]
 
 
 class Entry(Body):
-    """A module, or several of which a prompt takes one at most. They begin behind the entry before."""
+    """A module, or alternatives, at most one of which a prompt uses. They begin behind the entry before."""
 
     name: Name | None = Field(None, description="of one module; see Module")
     text: str | None = Field(None, description="of one module")

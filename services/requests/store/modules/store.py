@@ -80,11 +80,11 @@ class ModuleStore:
         Rejected (429) if the owner has too many."""
         modules, parts = placed(body, token_ids)
         values = {PREFIX + name: orjson.dumps(each) for name, each in parts.items()}
-        said = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
-        digest = hashlib.blake2b(orjson.dumps([model, said, parts]), digest_size=12).hexdigest()
-        num_bytes = sum(map(len, values.values())) + len(orjson.dumps(said))
+        facts = [[each.name, each.position, each.num_positions, each.entry, each.parameters] for each in modules]
+        digest = hashlib.blake2b(orjson.dumps([model, facts, parts]), digest_size=12).hexdigest()
+        num_bytes = sum(map(len, values.values())) + len(orjson.dumps(facts))
         set_id = f"pm-{digest}"
-        about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": said})
+        about = orjson.dumps({"model": model, "created_at": int(time.time()), "num_bytes": num_bytes, "modules": facts})
         fields = [each for pair in {ABOUT: about, **values}.items() for each in pair]
         keys = module_set_key(owner, set_id), module_sets_key(owner)
         asked = table(id=set_id, now=time.time(), ttl=TTL_S, max_sets=MAX_SETS, max_bytes=MAX_BYTES, size=num_bytes)
@@ -205,8 +205,8 @@ def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
 
 
 def decode(set_id: str, about: bytes) -> ModuleSet:
-    said = orjson.loads(about)
-    return ModuleSet(set_id, said["model"], said["created_at"], said["num_bytes"], [ModuleFacts(*each) for each in said["modules"]])
+    values = orjson.loads(about)
+    return ModuleSet(set_id, values["model"], values["created_at"], values["num_bytes"], [ModuleFacts(*each) for each in values["modules"]])
 
 
 def member_of(found: ModuleSet) -> str:

@@ -17,32 +17,34 @@ KINDS = {
 }
 ALL = frozenset(TYPES)
 NOTHING: frozenset[str] = frozenset()
+MAX_PASSES = 16  # over all definitions
 
 
 def never_ends(schema: dict[str, Any]) -> bool:
-    """Whether each answer to a rewritten schema would hold another one, without an end.
-
-    A schema that has no answer for another reason is none such: because a $ref leads back in place, as through
-    allOf, or whatever its definitions are.
-    """
-    if types_of_answers(schema, has_parts=True) or not types_of_answers(schema, has_parts=False):
+    """Whether each answer to a rewritten schema would hold another one, without an end: it has endless
+    answers, and no others. A $ref that leads back to its own place, as through allOf, is none such."""
+    if answers(schema, ALL, has_parts=True) in (None, NOTHING):
         return False
-    return bool(types_that_end(schema, dict.fromkeys(schema.get("$defs", ()), ALL), has_parts=True))
+    return answers(schema, NOTHING, has_parts=True) == NOTHING and answers(schema, NOTHING, has_parts=False) != NOTHING
 
 
-def types_of_answers(schema: dict[str, Any], *, has_parts: bool) -> frozenset[str]:
-    """The types of which there may be answers that end, as far as it takes to find some: the least fixed point over
-    the definitions, which at first have none, and then those that need nothing but what has ended before.
+def answers(schema: dict[str, Any], assumed: frozenset[str], *, has_parts: bool) -> frozenset[str] | None:
+    """The types of the answers to a schema: a fixed point over its definitions, the least one from
+    nothing, of the answers that end, and the greatest one from all types. None if it does not settle
+    in MAX_PASSES.
 
-    has_parts: whether the items and properties that an answer needs must end, too.
+    assumed: of each definition, at the beginning. has_parts: whether the items and properties that an
+    answer needs must have answers, too.
     """
     definitions = schema.get("$defs", {})
-    ended, before = dict.fromkeys(definitions, NOTHING), None
-    while not (found := types_that_end(schema, ended, has_parts=has_parts)) and ended != before:
-        before = dict(ended)
+    types = dict.fromkeys(definitions, assumed)
+    for _ in range(MAX_PASSES):
+        before = dict(types)
         for name in reversed(definitions):
-            ended[name] = types_that_end(definitions[name], ended, has_parts=has_parts)
-    return found
+            types[name] = types_that_end(definitions[name], types, has_parts=has_parts)
+        if types == before:
+            return types_that_end(schema, types, has_parts=has_parts)
+    return None
 
 
 def types_that_end(node: Any, ended: Mapping[str, frozenset[str]], *, has_parts: bool) -> frozenset[str]:

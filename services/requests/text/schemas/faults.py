@@ -1,21 +1,14 @@
-"""Which pattern of a schema can't be enforced, and why: it is no regular expression, or one that the grammars'
-library, or some engine, does not know."""
+"""The pattern of a schema that can't be enforced, and the reason."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
-from services.requests.text.schemas.form import MAX_SHOWN, Json, below, joined, pointed
-from services.requests.text.schemas.patterns import expressed, matched, refusal
+from services.requests.text.schemas.form import MAX_SHOWN, below, joined, pointed
+from services.requests.text.schemas.patterns import expressed, refusal
+from services.requests.text.schemas.values import Json
 
 MAX_REASON = 200  # characters of the library's words
-EMPTY_CLASS = re.compile(r"\[\^?\]")  # which ECMA 262 knows, and no other engine
-# What Python's `re` says of patterns that no engine takes
-NONE_AT_ALL = (
-    "missing )", "unbalanced parenthesis", "nothing to repeat", "multiple repeat", "unterminated character set",
-    "bad character range", "min repeat greater than max repeat", "bad escape (end of pattern)",
-)  # fmt: skip
 
 
 def fault_of_pattern(schema: Any) -> str:
@@ -26,30 +19,26 @@ def fault_of_pattern(schema: Any) -> str:
         if not isinstance(node, dict) or id(node) in seen:
             continue
         seen.add(id(node))
-        for place, pattern, is_said in patterns_of(path, node):
-            if not is_said:
-                return f"{place.lstrip('.')} {reason_of(pattern)}"
-        ahead += below(path, node)
+        for place, pattern in patterns_of(path, node):
+            if expressed(pattern) is None:
+                return f"{place.lstrip('.')} can't be enforced: {reason_of(pattern)}"
+        # definitions are reached by the references to them: an unused one is not at fault
+        ahead += below(path, {key: value for key, value in node.items() if key not in ("$defs", "definitions")})
         if isinstance(reference := node.get("$ref"), str):
-            ahead.append((reference, pointed(schema, reference)))
+            ahead.append((reference.removeprefix("#/").replace("/", "."), pointed(schema, reference)))
     return ""
 
 
-def patterns_of(path: str, node: Json) -> Iterator[tuple[str, str, bool]]:
-    """The patterns of a node, by place, each with whether it is enforced."""
-    if "pattern" in node:
-        yield joined(path, ".pattern"), node["pattern"], matched(node["pattern"]) is not None
+def patterns_of(path: str, node: Json) -> Iterator[tuple[str, str]]:
+    """The patterns of a node, by place. Beside enum and const they choose among the values, which needs
+    no grammar."""
+    if "pattern" in node and not {"enum", "const"} & node.keys():
+        yield joined(path, ".pattern"), node["pattern"]
     for pattern in node.get("patternProperties", ()):
-        yield joined(path, f".patternProperties.{pattern[:MAX_SHOWN]}"), pattern, expressed(pattern) is not None
+        yield joined(path, f".patternProperties.{pattern[:MAX_SHOWN]}"), pattern
 
 
 def reason_of(pattern: str) -> str:
-    """Why it can't be enforced, as a predicate."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError) as error:
-        if str(error).startswith(NONE_AT_ALL) and not EMPTY_CLASS.search(pattern):
-            return f"is no regular expression: {error}"
-    told = refusal(json.dumps({"type": "string", "pattern": pattern}))
-    reason = told.rpartition("error: ")[2].partition(";")[0].strip()[:MAX_REASON]
-    return f"can't be enforced: {reason or 'engines read it differently'}"
+    """The engine's words, or those for a pattern that the rewriter does not express."""
+    reason = refusal(json.dumps({"type": "string", "pattern": pattern}))
+    return reason.rpartition("error: ")[2].partition(";")[0].strip()[:MAX_REASON] or "engines read it differently"

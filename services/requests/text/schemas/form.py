@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-Json = dict[str, Any]
+from services.requests.text.schemas.values import Json, table
+
 Place = tuple[str, Any]  # path and value
 
-NAMES = ("null", "boolean", "object", "array", "number", "string", "integer", "any")  # of types; any is of draft 3
+NAMES = ("null", "boolean", "object", "array", "number", "string", "integer", "any")  # types; any is draft 3's
 A_SCHEMA = (
-    "not", "if", "then", "else", "contains", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+    "not", "if", "then", "else", "contains", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedItems",
+    "unevaluatedProperties",
 )  # fmt: skip
 SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 TABLES = ("properties", "patternProperties", "dependentSchemas", "dependencies", "dependentRequired", "$defs", "definitions")
 TEXTS = ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id", "$anchor", "$dynamicAnchor")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties")
+COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties",
+)  # fmt: skip
 MAX_SHOWN = 40  # characters of a value or a name, in an error
 MAX_PATH = 200
 NUMBER = re.compile(r"[0-9]{1,9}")
@@ -31,14 +35,40 @@ KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a text",
 
 
 class NoSchema(ValueError):
-    """A value that is no schema stands where one should."""
+    """A value that is no schema stands where one should, or nothing can match the schema: an error
+    whether the schema is strict or not."""
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+# The form of each keyword's value, and the words for it in an error; schemas inside are looked at one by one.
+# Draft 3's required is a boolean in the property, and draft 4's exclusiveMinimum says whether minimum is exclusive
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(TEXTS, (lambda value: isinstance(value, str), "a text")),
+    **dict.fromkeys(COUNTS, (lambda value: is_number(value) and value >= 0 and value % 1 == 0, "an integer that is not negative")),
+    **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (lambda value: isinstance(value, int | float), "a number")),
+    **dict.fromkeys(TABLES, (lambda value: isinstance(value, dict), "an object")),
+    **dict.fromkeys(SCHEMAS, (lambda value: isinstance(value, list), "a list of schemas")),
+    "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "enum": (lambda value: isinstance(value, list), "a list of values"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "a boolean"),
+    "required": (lambda value: isinstance(value, bool) or is_texts(value), "a list of names of properties"),
+}
+KEYWORDS = {*A_SCHEMA, *FORMS, "items", "type"}
 
 
 def normalize(schema: Any, *, null_is_absent: bool) -> None:
-    """Check the form of a schema, and say in place what the newest draft says otherwise: `required:
-    true` in a property. Takes time linear in its size. Raises NoSchema, naming the place.
+    """Check the form of a schema, and write `required: true` in a property as the newest draft does,
+    in place. Takes time linear in the schema's size. Raises NoSchema, naming the place.
 
-    null_is_absent: keywords whose value is null are taken out; else they are wrong.
+    null_is_absent: whether keywords whose value is null are removed; otherwise they are wrong.
     """
     ahead: list[Place] = [("", schema)]
     seen: dict[int, Json] = {}
@@ -49,9 +79,11 @@ def normalize(schema: Any, *, null_is_absent: bool) -> None:
         if isinstance(node, bool) or id(node) in seen:
             continue
         seen[id(node)] = node
-        if null_is_absent:
-            drop_nulls(node)
-        check_keywords(path, node)
+        for key, value in list(node.items()):
+            if null_is_absent and value is None and key in KEYWORDS:
+                del node[key]
+            elif (problem := problem_of(key, value)) is not None:
+                raise NoSchema(shown(joined(path, f".{key}")) + problem)
         ahead += below(path, node)
         require(node)
         if isinstance(reference := node.get("$ref"), str) and (target := pointed(schema, reference)) is not None:
@@ -61,49 +93,32 @@ def normalize(schema: Any, *, null_is_absent: bool) -> None:
             del node["required"]
 
 
-def drop_nulls(node: Json) -> None:
-    for key in [key for key, value in node.items() if value is None and key in KEYWORDS]:
-        del node[key]
-
-
-def check_keywords(path: str, node: Json) -> None:
-    """Raises NoSchema."""
-    for key, value in node.items():
-        if key in KEYWORDS and (problem := problem_of(key, value)) is not None:
-            raise NoSchema(shown(joined(path, f".{key}")) + problem)
-
-
 def require(node: Json) -> None:
-    """Say draft 3's `required` of the node's properties in the node."""
-    named = [name for name, each in node.get("properties", {}).items() if isinstance(each, dict) and each.get("required") is True]
+    """Move draft 3's `required` from the node's properties to the node."""
+    named = [name for name, each in table(node.get("properties")).items() if isinstance(each, dict) and each.get("required") is True]
     if named:
         own = node["required"] if isinstance(node.get("required"), list) else []
         node["required"] = [*own, *(name for name in named if name not in own)]
 
 
 def problem_of(key: str, value: Any) -> str | None:
-    """The fault of a keyword's value, not looking at the schemas in it; None:
-    nothing."""
+    """The fault of a keyword's value, apart from the schemas in it; None if it has none."""
     if key == "type":
-        return problem_of_type(value)
-    is_right, expected = FORMS.get(key, (is_anything, ""))
-    if not is_right(value):
-        return f"expected {expected}, got {kind(value)}"
-    return "it is empty: no answer can match it" if value == [] and key in ("enum", "anyOf", "oneOf") else None
-
-
-def problem_of_type(value: Any) -> str | None:
-    for name in value if isinstance(value, list) else [value]:
-        if not isinstance(name, str):
-            return f"expected the name of a type or a list of such names, got {kind(name)}"
-        if name not in NAMES:
-            return f"there is no type {json.dumps(name[:MAX_SHOWN])}"
-    return "it is empty: no answer can match it" if value == [] else None
+        for name in value if isinstance(value, list) else [value]:
+            if not isinstance(name, str):
+                return f"expected the name of a type or a list of such names, got {kind(name)}"
+            if name not in NAMES:
+                return f"there is no type {json.dumps(name[:MAX_SHOWN])}"
+    elif key in FORMS:
+        is_right, expected = FORMS[key]
+        if not is_right(value):
+            return f"expected {expected}, got {kind(value)}"
+    return "it is empty: no answer can match it" if value == [] and key in ("type", "enum", "anyOf", "oneOf") else None
 
 
 def below(path: str, node: Json) -> Iterator[Place]:
-    """The places in a node where schemas stand. Raises NoSchema for lists of names that are
-    none."""
+    """The places in a node where schemas stand. Raises NoSchema for a dependency that is no list of
+    names."""
     for key in A_SCHEMA:
         if key in node:
             yield joined(path, f".{key}"), node[key]
@@ -124,7 +139,7 @@ def below(path: str, node: Json) -> Iterator[Place]:
 
 
 def pointed(schema: Any, reference: str) -> Any:
-    """The place in the schema that a reference `#/a/b` points to; None: there is none."""
+    """The value to which a reference `#/a/b` points; None if there is none."""
     if not reference.startswith("#/"):
         return None
     for part in unquote(reference[2:]).split("/"):
@@ -136,67 +151,6 @@ def pointed(schema: Any, reference: str) -> Any:
     return schema
 
 
-def is_anything(_: Any) -> bool:
-    return True
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def is_boolean(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_bound(value: Any) -> bool:
-    """Draft 4's exclusiveMinimum says whether minimum is exclusive."""
-    return is_number(value) or isinstance(value, bool)
-
-
-def is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
-def is_count(value: Any) -> bool:
-    return is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
-
-
-def are_required(value: Any) -> bool:
-    """Draft 3's required is of a property itself."""
-    return isinstance(value, bool) or is_texts(value)
-
-
-FORMS: dict[str, tuple[Callable[[Any], bool], str]] = (
-    dict.fromkeys(TEXTS, (is_text, "a text"))
-    | dict.fromkeys(COUNTS, (is_count, "an integer that is not negative"))
-    | dict.fromkeys(("minimum", "maximum"), (is_number, "a number"))
-    | dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (is_bound, "a number"))
-    | dict.fromkeys(TABLES, (is_table, "an object"))
-    | dict.fromkeys(SCHEMAS, (is_list, "a list of schemas"))
-    | {
-        "multipleOf": (is_positive, "a number above 0"), "enum": (is_list, "a list of values"), "uniqueItems": (is_boolean, "a boolean"),
-        "required": (are_required, "a list of names of properties"),
-    }
-)  # fmt: skip
-KEYWORDS = {*A_SCHEMA, *FORMS, "items", "type"}
-
-
 def kind(value: Any) -> str:
     """A value's type, and a text itself."""
     if isinstance(value, str):
@@ -205,7 +159,7 @@ def kind(value: Any) -> str:
 
 
 def joined(path: str, part: str) -> str:
-    """The path, no longer than is shown: of a deep and wide schema all would be long."""
+    """The path, cut to the length that is shown: those of a deep and wide schema would take long."""
     return path if path.endswith("…") else path + part if len(path) + len(part) <= MAX_PATH else f"{path}…"
 
 

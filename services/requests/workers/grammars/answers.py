@@ -1,5 +1,5 @@
-"""AnswerChecker: holds answers against what of their schemas could not be enforced, at their end,
-in helper processes with bounds."""
+"""AnswerChecker: checks finished answers against schemas that could not be enforced in full, in helper
+processes with bounds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +26,8 @@ class AnswerChecker:
 
     async def check(self, tenant_id: str, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
         """List where an answer breaks its schemas: path, message, and the function whose arguments
-        it is about; empty: it is valid. What could not be found out within CHECK_TIMEOUT_S is said,
-        too: no answer is held back for longer.
+        it is about; empty if it is valid. A check that takes longer than CHECK_TIMEOUT_S is in the
+        list, too: no answer is held back for longer.
 
         checks: of the response's record; calls: name and arguments of each.
         """

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from services.requests.bodies.ignored import tell
-from services.requests.text.schemas.prepare import Prepared
+from services.requests.text.schemas.prepare import Enforceable
 from services.requests.workers.pool import HelperFailed, HelperPool
 from shared.model.constraint import Constraint
-from shared.process.errors import Invalid
+from shared.process.errors import Invalid, Rejected
 from shared.process.plain import pack
 
 CHECK_TIMEOUT_S = 5.0  # of one grammar; those that people write take milliseconds
@@ -24,7 +24,7 @@ MAX_CHARACTERS = 16 << 20  # of the verdicts
 class Asking:
     """A check under way."""
 
-    task: "asyncio.Task[Prepared | Invalid]"
+    task: "asyncio.Task[Enforceable | Invalid]"
     num_waiting: int = 0  # requests
 
 
@@ -33,16 +33,16 @@ class GrammarChecker:
 
     def __init__(self, worker: str = "services.requests.workers.grammars.worker") -> None:
         """worker: the module of the helpers."""
-        self.helpers = HelperPool(worker, "checking grammars", MAX_OF_TENANT, WITHIN_S, (Prepared, Constraint))
+        self.helpers = HelperPool(worker, "checking grammars", MAX_OF_TENANT, WITHIN_S, (Enforceable, Constraint))
         self._asking: dict[tuple[str, bytes], Asking] = {}  # by tenant and digest
-        self._verdicts: OrderedDict[bytes, Prepared | Invalid] = OrderedDict()  # by digest, the last used last
+        self._verdicts: OrderedDict[bytes, Enforceable | Invalid] = OrderedDict()  # by digest, the last used last
         self._size = 0  # characters of the verdicts
 
     def knows(self, constraint: Constraint) -> bool:
         """Whether its check costs nothing."""
         return digest_of(constraint) in self._verdicts
 
-    async def check(self, constraint: Constraint, tenant_id: str) -> Prepared:
+    async def check(self, constraint: Constraint, tenant_id: str) -> Enforceable:
         """The constraint as it is enforced; the answer's header names the rest. Raises Invalid
         (400) for one that can't be held to, Rejected (429, 503) where others wait already."""
         digest = digest_of(constraint)
@@ -56,7 +56,7 @@ class GrammarChecker:
         tell(*verdict.ignored)
         return verdict
 
-    async def _shared(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Prepared | Invalid:
+    async def _shared(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Enforceable | Invalid:
         """One check for all requests of a tenant that bring the same text at once. It ends when the
         last of them has gone."""
         key = (tenant_id, digest)
@@ -72,7 +72,7 @@ class GrammarChecker:
                 del self._asking[key]
                 asking.task.cancel()
 
-    async def _judge(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Prepared | Invalid:
+    async def _judge(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Enforceable | Invalid:
         verdict = await self._ask(constraint, tenant_id)
         if (known := self._verdicts.pop(digest, None)) is not None:  # of another tenant's check of the same text
             self._size -= size_of(known)
@@ -82,36 +82,26 @@ class GrammarChecker:
             self._size -= size_of(self._verdicts.popitem(last=False)[1])
         return verdict
 
-    async def _ask(self, constraint: Constraint, tenant_id: str) -> Prepared | Invalid:
-        """The verdict, to be remembered. A schema that is not strict gets a second, shorter check.
-        Raises Invalid for what could not be found out: another time it may be, on a machine that is
-        less busy."""
+    async def _ask(self, constraint: Constraint, tenant_id: str) -> Enforceable | Invalid:
+        """The verdict, to be remembered. Raises Rejected (503) if the check takes too long, which it may
+        not on a machine that is less busy, and Invalid if it ends its process."""
+        what = f"{constraint.param or constraint.kind}: this can't be made a grammar"
         try:
-            return await self._ask_once(constraint, tenant_id, is_shallow=False)
-        except Invalid:
-            if not constraint.is_lenient:
-                raise
-        return await self._ask_once(constraint, tenant_id, is_shallow=True)
-
-    async def _ask_once(self, constraint: Constraint, tenant_id: str, *, is_shallow: bool) -> Prepared | Invalid:
-        try:
-            answer = await self.helpers.ask(tenant_id, pack((constraint, is_shallow)), limit_s=CHECK_TIMEOUT_S)
+            answer = await self.helpers.ask(tenant_id, pack(constraint), limit_s=CHECK_TIMEOUT_S)
         except TimeoutError:
-            raise _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s") from None
+            reason = f"it takes more than {CHECK_TIMEOUT_S:g} s: send it again later, or make it smaller"
+            raise Rejected(f"{what}: {reason}", status=503, retry_after_s=1, code="grammar_timeout") from None
         except HelperFailed:
-            raise _too_much(constraint, "it ends the process that compiles it, of which the memory is bounded") from None
-        assert isinstance(answer, Prepared | Invalid)
+            reason = "it takes more memory than its check may have"
+            raise Invalid(f"{what}: {reason}", param=constraint.param or None, code="invalid_grammar") from None
+        assert isinstance(answer, Enforceable | Invalid)
         return answer
 
 
-def size_of(verdict: Prepared | Invalid) -> int:
-    return verdict.size if isinstance(verdict, Prepared) else len(str(verdict))
+def size_of(verdict: Enforceable | Invalid) -> int:
+    return verdict.size if isinstance(verdict, Enforceable) else len(str(verdict))
 
 
 def digest_of(constraint: Constraint) -> bytes:
-    said = repr((constraint.kind, constraint.text, constraint.is_lenient, constraint.param))
-    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
-
-
-def _too_much(constraint: Constraint, reason: str) -> Invalid:
-    return Invalid(f"{constraint.param or constraint.kind}: this can't be made a grammar: {reason}", param=constraint.param or None, code="invalid_grammar")
+    text = repr((constraint.kind, constraint.text, constraint.is_lenient, constraint.param))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -3,21 +3,19 @@ their answers to match such that it can be enforced.
 
 It compiles it, too, to see whether it is.
 
-A grammar comes from whoever sends a request. The library counts its work and its memory; where that
-should not hold, this process is killed, or its memory ends, and nothing else with it. A question is
-a packed pair: a Constraint, and whether no more than the first level of its schemas is wanted. The
-answer is Prepared or Invalid.
+A grammar comes from any client. The library counts its work and its memory; if that should fail, this
+process is killed, or its memory ends, and nothing else with it. A question is
+a packed Constraint. The answer is Enforceable or Invalid.
 """
 
-from services.requests.text.schemas.prepare import Prepared, prepare
+from services.requests.text.schemas.prepare import Enforceable, prepare
 from shared.model.constraint import Constraint
 from shared.process.plain import unpack
 from shared.process.worker import run_worker
 
 
-def answer(question: bytes) -> Prepared:
-    constraint, is_shallow = unpack(question, (Constraint,))
-    return prepare(constraint, is_shallow=is_shallow)
+def answer(question: bytes) -> Enforceable:
+    return prepare(unpack(question, (Constraint,)))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Images that clients bring: read, checked in helper processes, and kept beside the streams."""
+"""Images that clients bring: read, checked in helper processes, and kept outside the streams."""

@@ -1,9 +1,9 @@
-"""Places: how many sequences of batches this worker has in the pipeline at once, and who waits for
-the end of each.
+"""SequenceSlots: how many sequences of batches this worker may have in the pipeline at once, and the
+requests whose ends are waited for.
 
-What is in the pipeline of a model is a hash in Redis (requests/store/admission), and whoever ends a
-request takes it out. So one look at that hash for all requests at once says which of them have
-ended, and how many there are of others, for whom the batches make room.
+The requests in a model's pipeline are a hash in Redis (requests/store/admission), and the stage that
+ends a request removes it there. So one look at that hash for all requests at once says which of them
+have ended, and how many requests there are that are no batch's, for which the batches make room.
 """
 
 import asyncio
@@ -17,19 +17,23 @@ from services.requests.store.client import persist
 from shared.wire.streams import inflight_key
 
 LOOK_EVERY_S = 0.02
-BUSY_S = 2.0  # for which a request of others is remembered: the next one may follow
+BUSY_S = 2.0  # for which a request of another client is remembered: the next one may follow
 
 
-class Places:
+class SequenceSlots:
+    """Counts the sequences of this worker's batches, and watches for the ends of their requests."""
+
     def __init__(self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]) -> None:
-        """of_other_workers: how many sequences other workers' batches have in the pipeline, as of a
-        moment ago."""
+        """most, most_when_busy: sequences, alone and while other clients' requests run.
+
+        of_other_workers: how many sequences other workers' batches had in the pipeline a moment ago.
+        """
         self.client = client
         self.most = most
         self.most_when_busy = min(most, most_when_busy)
         self.of_other_workers = of_other_workers
         self.num_taken = 0
-        self._is_full = False
+        self._is_paused = False
         self._busy_until = 0.0
         self._waiting: dict[str, dict[str, asyncio.Future[None]]] = {}  # by model and request
         self._has_waiting = asyncio.Event()
@@ -38,40 +42,40 @@ class Places:
 
     @property
     def limit(self) -> int:
-        if self._is_full:
+        if self._is_paused:
             return 0
         return self.most_when_busy if time.monotonic() < self._busy_until else self.most
 
-    async def take(self, count: int) -> None:
-        """Wait for so many places, in turn. More than there are go alone."""
+    async def acquire(self, count: int) -> None:
+        """Wait for so many slots, in turn. A request for more than the limit gets them when all are free."""
         async with self._turn:
             while self.limit == 0 or (self.num_taken and self.num_taken + count > self.limit):
                 self._changed.clear()
                 await self._changed.wait()
             self.num_taken += count
 
-    def close(self, is_full: bool) -> None:
-        """While Redis is nearly full: what is in the pipeline ends, and nothing is added."""
-        self._is_full = is_full
-        self._changed.set()
-
-    def give(self, count: int) -> None:
+    def release(self, count: int) -> None:
         self.num_taken -= count
         self._changed.set()
 
+    def pause(self, is_paused: bool) -> None:
+        """While Redis is nearly full, the requests in the pipeline end and none is added."""
+        self._is_paused = is_paused
+        self._changed.set()
+
     async def ended(self, model: str, request_ids: list[str]) -> None:
-        """Until none of the requests is in the model's pipeline any more."""
+        """Wait until none of the requests is in the model's pipeline any more."""
         waiting = self._waiting.setdefault(model, {})
-        futures = [waiting.setdefault(each, asyncio.get_running_loop().create_future()) for each in request_ids]
+        futures = [waiting.setdefault(request_id, asyncio.get_running_loop().create_future()) for request_id in request_ids]
         self._has_waiting.set()
         try:
             await asyncio.gather(*futures)
         finally:
-            for each in request_ids:
-                waiting.pop(each, None)
+            for request_id in request_ids:
+                waiting.pop(request_id, None)
 
     async def look(self) -> None:
-        """Look again and again, while somebody waits."""
+        """Look again and again as long as an end is waited for; until cancelled."""
         while True:
             if not any(self._waiting.values()):
                 self._has_waiting.clear()
