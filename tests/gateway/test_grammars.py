@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from services.requests.workers import pool
 
 from services.requests.context import RequestContext
 from services.requests.prepare import constraint_for
@@ -13,6 +12,7 @@ from services.requests.store.files.storage import Storage
 from services.requests.store.files.store import FileStore
 from services.requests.store.tenants.limits import Caller
 from services.requests.store.tenants.tenant import Tenant
+from services.requests.workers import pool
 from services.requests.workers.grammars import checker as grammars
 from services.requests.workers.grammars import worker as grammar_worker
 from services.requests.workers.grammars.checker import GrammarChecker

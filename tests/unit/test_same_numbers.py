@@ -65,7 +65,8 @@ def test_a_whole_float_is_the_integer_and_no_other_float_is(kind: type[Body], na
 def test_so_are_those_in_lists_and_those_that_stand_for_tokens() -> None:
     body = parse(CompletionBody, b'{"prompt": [[1.0, 2], [3]], "stop_token_ids": [1.0, 2], "allowed_token_ids": [7e0], "logit_bias": {"3": 1}}')
     assert [each.tolist() for each in body.prompt if isinstance(each, np.ndarray)] == [[1, 2], [3]]
-    assert (body.stop_token_ids, body.allowed_token_ids) == ([1, 2], [7])
+    params = body.params()
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((1, 2), (7,))
     for wrong in (b'{"prompt": [1.5]}', b'{"prompt": "x", "stop_token_ids": [1.5]}', b'{"prompt": [1, 1e300]}'):
         with pytest.raises(Invalid):
             parse(CompletionBody, wrong)

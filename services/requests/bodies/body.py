@@ -21,6 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from services.requests.bodies.fields import shortened, whole_items
 from services.requests.bodies.ignored import MAX_NAMES, collecting, tell, tell_below
+from shared.model.sampling_params import Parameter
 
 Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 
@@ -67,7 +68,7 @@ MAX_UNKNOWN = 8  # of the refused fields of an object, so many are named
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
-
+    sampling_parameters: ClassVar[dict[str, Parameter]] = {}  # its parameters, by their names here; parameters.py sets them
     integers: ClassVar[frozenset[str]] = frozenset()  # the fields that take one, or several
 
     _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object

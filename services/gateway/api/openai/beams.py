@@ -9,7 +9,7 @@ answer that is not streamed; asked again, the same search has the same end.
 
 import asyncio
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,31 +18,25 @@ from services.gateway.api.openai.beam_search import BeamSearch, EarlyStopping
 from services.gateway.context import Context
 from services.requests.text.answers.choice import Choice
 from shared.model.arrays import Int32Array
-from shared.model.sampling_params import MAX_LOGPROBS, ChainParams, SamplingParams
+from shared.model.sampling_params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest, TokenEvent
 
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
 PATIENCE_S = 30.0  # for a full server, once a search has begun
 PAUSE_S = 0.25
-# What a search does not honour, and so must not be asked: fields of SamplingParams, which are to
-# have their defaults.
-UNUSED = (
-    "min_tokens", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-    "logprobs", "prompt_logprobs", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
-)  # fmt: skip
+# The sampling parameters that a search honours; all others must have their defaults.
+USED = ("max_tokens", "temperature", "seed", "ignore_eos", "skip_special_tokens")
 
 
 def check_beams(request: GenerateRequest, width: int) -> None:
     """Raises Invalid for a search that can't be done."""
-    params, plain = request.params, SamplingParams()
+    params = request.params
     if request.constraint is not None:
         raise Invalid(f"{request.constraint.param} is not available with use_beam_search", param=request.constraint.param)
-    unused = [name for name in UNUSED if getattr(params, name) != getattr(plain, name)] + ["dry_multiplier"] * (params.dry is not None)
-    if params.chain is not None:
-        unused += [each.name for each in fields(ChainParams) if getattr(params.chain, each.name) != each.default]
-    if unused:
-        raise Invalid(f"{unused[0]} is not available with use_beam_search", param=unused[0])
+    for each in PARAMETERS:
+        if each.name not in USED and each.of(params) != each.default:
+            raise Invalid(f"{each.name} is not available with use_beam_search: leave it out", param=each.name)
     if not (params.is_greedy or params.temperature == 1.0):
         raise Invalid("use_beam_search takes the model's own probabilities: leave temperature out, or give 0 or 1", param="temperature")
     if width >= MAX_LOGPROBS:

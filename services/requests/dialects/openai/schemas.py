@@ -4,7 +4,6 @@ passed over and which are refused; bounds are SamplingParams'.
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
-import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -13,29 +12,17 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainVali
 
 from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
 from services.requests.bodies.fields import MAX_NAME, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
+from services.requests.bodies.parameters import given_values, params_of, takes_parameters
 from services.requests.dialects.openai.constrain import StructuredOutputs, constraint_of
 from services.requests.dialects.openai.messages import Message, Prediction
 from services.requests.dialects.openai.stream_options import StreamOptions
 from services.requests.dialects.openai.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, resolve_calling
 from services.requests.store.modules.schemas import UsedModules
 from shared.model.constraint import Constraint
-from shared.model.sampling_params import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BREAKERS,
-    MAX_LOGIT_BIAS,
-    MAX_PENALTY,
-    MAX_STOP_STRINGS,
-    MAX_TOKENS,
-    MIN_PENALTY,
-    ChainParams,
-    DryParams,
-    SamplingParams,
-)
+from shared.model.sampling_params import MAX_STOP_STRINGS, MAX_TOKENS, SamplingParams, parameter
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatOptions, EncodingParams, SchedulingParams
 
-TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,18}")
 MAX_MESSAGES = 4096
 MAX_USER = 4096
 MAX_DOCUMENTS = 1024
@@ -49,37 +36,18 @@ MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
 
 
+@takes_parameters("openai")
 class GenerateBody(Body):
-    """The fields that both endpoints share."""
+    """The fields that both endpoints share, with the sampling parameters."""
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     n: int = Field(1, ge=1, le=MAX_SEQUENCES, description="answers to each prompt; prompts times n is bounded, too")
     stream: bool = Field(False, description="send the answer as it comes, as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="for streams; see StreamOptions")
-    max_tokens: int | None = Field(None, ge=-2, description="longest answer; cut to what the prompt leaves of the model's length; -1 or -2: as many as fit")
+    max_tokens: int | None = Field(None, ge=-2, description=parameter("max_tokens").description)
     n_predict: int | None = Field(None, ge=-2, description="llama.cpp's name of max_tokens")
-    min_tokens: int | None = Field(None, description="no end token before so many tokens")
-    temperature: float | None = Field(None, description="below 0.001 the likeliest token is taken")
-    top_p: float | None = Field(None, description="keep the likeliest tokens whose share reaches it; 0: the likeliest one")
-    top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
-    min_p: float | None = Field(None, description="keep tokens at least so likely, relative to the likeliest")
-    seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 64, description="the same request with the same seed gets the same answer; left out or -1: a random one is drawn"
-    )
-    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(
-        None, description="texts that end the answer; empty ones end none"
-    )
-    stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
-    ignore_eos: bool = Field(False, description="the model's end tokens do not end the answer")
-    frequency_penalty: float | None = Field(None, description="subtracted from a token's logit for each time that the output has it")
-    presence_penalty: float | None = Field(None, description="subtracted from a token's logit once the output has it")
-    repetition_penalty: float | None = Field(None, description="divides logits of tokens that prompt or output have")
-    repeat_penalty: float | None = Field(None, ge=MIN_PENALTY, le=MAX_PENALTY, description="llama.cpp's name of repetition_penalty")
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(
-        None, description=f"added to the logits of up to {MAX_LOGIT_BIAS} tokens, by id"
-    )
-    allowed_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_ALLOWED_TOKENS))] = Field(None, description="no other tokens are drawn")
-    bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BAD_WORDS))] = Field(None, description="texts that the answer must not hold")
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description=parameter("seed").description)
+    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(None, description=parameter("stop").description)
     response_format: dict[str, Any] | None = Field(None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag")
     guided_json: str | dict[str, Any] | None = Field(None, description="vLLM's older name of structured_outputs.json")
@@ -88,31 +56,18 @@ class GenerateBody(Body):
     guided_grammar: str | None = Field(None, description="vLLM's older name of structured_outputs.grammar")
     grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
     json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's name of structured_outputs.json")
-    top_n_sigma: float | None = Field(None, description="keep logits within so many standard deviations of the largest; 0 or below: off")
-    typical_p: float | None = Field(None, description="keep tokens whose surprise is nearest to the entropy, up to this share; 1: off")
-    xtc_probability: float | None = Field(None, description="how often, of the tokens above xtc_threshold, only the least likely stays; 0: off")
-    xtc_threshold: float | None = Field(None, description="the probability from which xtc_probability takes tokens away; above 0.5: off")
-    dynatemp_range: float | None = Field(None, description="temperature varies by so much with the row's entropy; 0: off")
-    dynatemp_exponent: float | None = Field(None, description="temperature = low + (high - low) * (entropy / largest entropy)^exponent")
-    dry_multiplier: float | None = Field(None, description="DRY: a repetition of L tokens costs a logit this much, times base^(L - allowed length); 0: off")
-    dry_base: float | None = Field(None, description="see dry_multiplier")
-    dry_allowed_length: int | None = Field(None, description="shorter repetitions cost nothing; longer ones count up to 256 tokens beyond it")
-    dry_penalty_last_n: int | None = Field(None, description="tokens of prompt and output that are looked at; -1: all")
-    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = Field(None, description="DRY: texts that end a repetition")
     best_of: int | None = Field(
         None, ge=1, le=MAX_SEQUENCES, description="sequences to draw, the n likeliest of which are answers; of a beam search, its width"
     )
     use_beam_search: bool = Field(False, description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream")
     length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="for a beam search: scores are divided by length to this power")
     early_stopping: bool | Literal["never"] | None = Field(None, description="for a beam search: when to stop looking for answers, as in transformers")
-    skip_special_tokens: bool = Field(True, description="false: special tokens are spelt out in the text")
-    include_stop_str_in_output: bool = Field(False, description="the text keeps the stop string, or the stop token's text, at its end")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many tokens; -1: as many as fit")
     add_special_tokens: bool | None = Field(None, description="add a BOS and the like; by default for prompts, not for chats, whose template brings its own")
     parse_special_tokens: bool | None = Field(None, description="read special tokens that are spelt in texts as tokens; by default in prompts, not in chats")
     return_token_ids: bool = Field(False, description="token_ids in each choice or chunk, and prompt_token_ids once")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:<id>")
-    prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens, and of so many of the likeliest at each position")
+    prompt_logprobs: int | None = Field(None, description=parameter("prompt_logprobs").description)
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(
         None, gt=0, le=MAX_DEADLINE_S, description="seconds within which the request must begin; else it fails with deadline_exceeded"
@@ -129,10 +84,10 @@ class GenerateBody(Body):
         it."""
         if self.seed == -1:
             self.seed = None
-        for other, name in (("n_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty")):
-            given = getattr(self, other)
+        for name, each in self.sampling_parameters.items():
+            given = getattr(self, each.also) if each.also else None
             if given is not None and getattr(self, name) not in (None, given):
-                raise at(f".{other}", f"it differs from {name}: give one")
+                raise at(f".{each.also}", f"it differs from {name}: give one")
             if given is not None:
                 setattr(self, name, given)
         return self
@@ -145,34 +100,20 @@ class GenerateBody(Body):
         if self.stream_options is not None and not self.stream:
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
         self._check_choices()
+        if given_values(self).get("allowed_token_ids") == []:
+            raise Invalid("allowed_token_ids is empty: then no token is allowed", param="allowed_token_ids")
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        given = {
-            "max_tokens": None if max_tokens is None or max_tokens < 0 else min(max_tokens, MAX_TOKENS),  # the tokenizer cuts what is too much
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's way to say "off"
-            "min_p": self.min_p,
-            "stop": tuple(filter(None, stops)),
-            "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
-            "ignore_eos": self.ignore_eos,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self._token_bias(),
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "allowed_token_ids": self._allowed_token_ids(),
-            "bad_words": tuple(self.bad_words) if self.bad_words else None,
-            "dry": self._dry(),
-            "chain": self._chain(),
-            "skip_special_tokens": self.skip_special_tokens,
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "returns_prompt_token_ids": self.return_token_ids,
-        }
-        return make_params({name: value for name, value in given.items() if value is not None})
+        return params_of(
+            self,
+            max_tokens=None if max_tokens is None or max_tokens < 0 else min(max_tokens, MAX_TOKENS),  # the tokenizer cuts what is too much
+            seed=None,
+            stop=tuple(filter(None, stops)),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            returns_prompt_token_ids=self.return_token_ids,
+        )
 
     def scheduling(self, created_at: float, group_id: str) -> SchedulingParams:
         """How each of a prompt's choices is to be scheduled."""
@@ -211,30 +152,9 @@ class GenerateBody(Body):
             if getattr(self, name) not in (None, False, 1.0) and not self.use_beam_search:
                 raise Invalid(f"{name} is for beam searches: set use_beam_search to true", param=name)
 
-    def _dry(self) -> DryParams | None:
-        names = ("multiplier", "base", "allowed_length", "penalty_last_n", "sequence_breakers")
-        given = {name: value for name in names if (value := getattr(self, f"dry_{name}")) is not None}
-        if "sequence_breakers" in given:
-            given["sequence_breakers"] = tuple(given["sequence_breakers"])
-        params = DryParams(**({"multiplier": 0.0} | given))  # what is wrong is wrong, whether or not it is on
-        return params if params.multiplier > 0.0 else None
-
-    def _chain(self) -> ChainParams | None:
-        names = ("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if given.get("top_n_sigma", 0.0) < 0.0:
-            del given["top_n_sigma"]  # llama.cpp's way to say "off"
-        params = ChainParams(**given)
-        return params if params.is_on else None
-
     @property
     def has_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def _allowed_token_ids(self) -> tuple[int, ...] | None:
-        if self.allowed_token_ids == []:
-            raise Invalid("allowed_token_ids is empty: then no token is allowed", param="allowed_token_ids")
-        return tuple(self.allowed_token_ids) if self.allowed_token_ids is not None else None
 
     @property
     def has_continuous_usage(self) -> bool:
@@ -247,26 +167,6 @@ class GenerateBody(Body):
     @property
     def resume_within_s(self) -> float:
         return self.stream_options.resume_within_s if self.stream_options is not None else 0.0
-
-    def _token_bias(self) -> dict[int, float] | None:
-        for token in self.logit_bias or ():
-            if not TOKEN_ID.fullmatch(token):  # int() takes "1_0" and " 10", too: two keys of one token
-                raise Invalid(f"logit_bias takes token ids as keys, got {token[:20]!r}", param="logit_bias")
-        return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
-
-
-def make_params(given: dict[str, Any]) -> SamplingParams:
-    """Raises Invalid, naming all that are wrong."""
-    try:
-        return SamplingParams(**given)
-    except Invalid as first:
-        found = {str(first): first}
-        for name, value in given.items():
-            try:
-                SamplingParams(**{name: value})
-            except Invalid as error:
-                found.setdefault(str(error), error)
-        raise Invalid("; ".join(found), param=first.param, code=first.code) from None
 
 
 def read_function_call(value: Any) -> Any:
