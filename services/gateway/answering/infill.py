@@ -1,14 +1,15 @@
 """Infilling: a prompt of the tokens that a model was trained to fill a gap by, however it was asked for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from services.gateway.answering.ask import token_ids_of
 from services.gateway.context import Context
 from services.requests.bodies.fields import Prompt, TokenIds
-from services.requests.dialects.openai.schemas import CompletionBody
+from services.requests.dialects.openai.intent import Intent
+from services.requests.dialects.openai.schemas import with_prompt
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams
 
@@ -65,15 +66,16 @@ async def infill_prompts(context: Context, model: str, marks: Marks, befores: Se
     return [marks.around(ids_of_files, next(encoded) if isinstance(each, str) else each, ids_after, ids_begun) for each in befores]
 
 
-async def infilled(context: Context, body: CompletionBody, *, is_asked: bool = False) -> CompletionBody:
+async def infilled(context: Context, intent: Intent, *, is_asked: bool = False) -> Intent:
     """The completion by which the gap between prompt and suffix is filled, if there is a suffix; is_asked: in any case. Raises Invalid, and as ask_all."""
-    if not body.suffix and not is_asked:
-        return body
-    if body.echo:
-        raise Invalid("echo is not available with suffix: the prompt is no text that the answer follows", param="echo")
-    model = context.resolve(body.model)
+    if not intent.suffix and not is_asked:
+        return intent
+    if intent.requests[0].echo:
+        raise Invalid("echo is not available with suffix, where the prompt is no text that the answer follows: leave it out", param="echo")
+    model = context.resolve(intent.model)
     if (marks := await find_marks(context, model)) is None:
         reason = f"{model} has no tokens for infilling, it was not trained for it: leave suffix out to have the prompt continued by /v1/completions"
         raise Invalid(reason, param="suffix", code="model_not_supported")
-    prompts = await infill_prompts(context, model, marks, body.prompt, body.suffix or "")
-    return body.model_copy(update={"prompt": prompts, "suffix": None})
+    befores = [each.prompt if each.prompt is not None else np.asarray(each.prompt_token_ids, np.int32) for each in intent.requests]
+    prompts = await infill_prompts(context, model, marks, befores, intent.suffix)
+    return replace(intent, requests=tuple(map(with_prompt, intent.requests, prompts)), suffix="")

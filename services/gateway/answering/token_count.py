@@ -13,7 +13,7 @@ from services.gateway.generation.generation import Generation
 from services.gateway.telemetry.measured import Measured
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.dialects.openai.translate import own_terms
-from services.requests.prepare import prepare_chat
+from services.requests.prepare import prepare
 from services.requests.text.answers.translate import Json
 
 
@@ -35,7 +35,7 @@ async def count_tokens(
     answers it."""
     measured = Measured(context.metrics)
     with own_terms(names):
-        record, requests = await prepare_chat(context, chat, kind, chat.model, context.stage.replica_id)
+        record, requests = await prepare(context, chat.intent(), kind, context.stage.replica_id)
     requests = [replace(each, task="tokenize", params=replace(each.params, max_tokens=0)) for each in requests]
     generation = await context.pipeline.submit(context.caller, record, requests)
     return await TokenCount(generation, measured, context.settings.ping_interval_s, describe).whole(request)

@@ -12,7 +12,7 @@ from services.requests.dialects.anthropic.chat import NAME_HERE, chat_of
 from services.requests.dialects.anthropic.events import MessageEvents
 from services.requests.dialects.anthropic.schemas import CountTokensBody, MessagesBody
 from services.requests.dialects.openai.translate import own_terms
-from services.requests.prepare import prepare_chat
+from services.requests.prepare import prepare
 
 router = APIRouter(prefix="/v1/messages")
 
@@ -24,7 +24,7 @@ async def messages(request: Request) -> Response:
     chat = chat_of(body)
     measured = Measured(context.metrics)
     with own_terms(NAME_HERE):
-        record, requests = await prepare_chat(context, chat, "message", body.model, context.stage.replica_id)
+        record, requests = await prepare(context, chat.intent(), "message", context.stage.replica_id)
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, chat.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, MessageEvents(record))

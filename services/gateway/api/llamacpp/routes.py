@@ -22,7 +22,7 @@ from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 from services.requests.dialects.openai.translate import name_of, own_terms
 from services.requests.errors import RequestFailed
-from services.requests.prepare import embedder, prepare_chat, prepare_completion, refuse_modules, sees
+from services.requests.prepare import embedder, prepare, refuse_modules, sees
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import EncodingParams, RequestError
@@ -67,7 +67,7 @@ async def answer(context: Context, request: Request, body: LlamaBody, model: str
     asked = parse.check(CompletionBody, body.as_completion(model, texts, biases), lambda path: name_of(path, NAMES))
     measured = Measured(context.metrics)
     with own_terms(NAMES):
-        record, requests = await prepare_completion(context, asked, context.stage.replica_id, kind="llama")
+        record, requests = await prepare(context, asked.intent(), "llama", context.stage.replica_id)
     if not body.limit:
         requests = [replace(each, params=replace(each.params, max_tokens=body.limit)) for each in requests]
     generation = await context.pipeline.submit(context.caller, record, requests)
@@ -106,8 +106,9 @@ async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, f
 async def apply_template(request: Request) -> Json:
     """The text that the model's chat template makes of a conversation."""
     context, body = await context_of(request).read(request, ChatCompletionBody)
-    refuse_modules(body)
-    _, [asked, *_] = await prepare_chat(context, body, "internal", body.model, context.stage.replica_id)
+    intent = body.intent()
+    refuse_modules(intent)
+    _, [asked, *_] = await prepare(context, intent, "internal", context.stage.replica_id)
     return await ask_tokenizer(context, asked.model, "render", asked)
 
 

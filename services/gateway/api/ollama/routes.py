@@ -27,7 +27,7 @@ from services.requests.dialects.ollama.schemas import (
 )
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.dialects.openai.translate import make_chat, own_terms, thinking_kwargs
-from services.requests.prepare import parsers_of, prepare_chat
+from services.requests.prepare import parsers_of, prepare
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatOptions, GenerateRequest
 from shared.wire.replica import Replica
@@ -81,7 +81,7 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
     """Submit and answer; raw: the prompt, if it is not to be a chat."""
     measured = Measured(context.metrics)
     with own_terms(NAME_HERE):
-        record, requests = await prepare_chat(context, chat, "ollama", body.model, context.stage.replica_id)
+        record, requests = await prepare(context, chat.intent(), "ollama", context.stage.replica_id, name=body.model)
     if raw is not None:  # no template, so no marks of it in the answer, and no thought before it
         record = replace(record, parsing=None)
         requests = [as_it_is(each, raw) for each in requests]

@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from services.gateway.answering.ask import ask_all, ask_tokenizer, question
-from services.gateway.api.openai.beam_search import BeamSearch, EarlyStopping
+from services.gateway.api.openai.beam_search import BeamSearch
 from services.gateway.context import Context
+from services.requests.dialects.openai.intent import BeamOptions
 from services.requests.text.answers.choice import Choice
 from shared.model.arrays import Int32Array
 from shared.model.sampling_params import MAX_LOGPROBS, PARAMETERS, SamplingParams
@@ -43,9 +44,7 @@ def check_beams(request: GenerateRequest, width: int) -> None:
         raise Invalid(f"beams (n, or best_of) must be below {MAX_LOGPROBS}, got {width}", param="n")
 
 
-async def search_prompt(
-    context: Context, request: GenerateRequest, *, width: int, length_penalty: float, early_stopping: EarlyStopping, num_best: int
-) -> list[Choice]:
+async def search_prompt(context: Context, request: GenerateRequest, options: BeamOptions, *, num_best: int) -> list[Choice]:
     """The best answers to one prompt. Raises Invalid, Rejected, RequestFailed."""
     model, params = request.model, request.params
     tokens = await ask_tokenizer(context, model, "tokenize", question(
@@ -54,7 +53,8 @@ async def search_prompt(
     ))  # fmt: skip
     prompt, room = np.array(tokens["tokens"], np.int32), tokens["max_model_len"] - tokens["count"]
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    search = BeamSearch(width, max_tokens, () if params.ignore_eos else tuple(tokens["eos_token_ids"]), length_penalty, early_stopping)
+    ends = () if params.ignore_eos else tuple(tokens["eos_token_ids"])
+    search = BeamSearch(options.width, max_tokens, ends, options.length_penalty, options.early_stopping)
     check_size(search, len(prompt), room, "messages" if request.messages is not None else "prompt")
     fingerprints: dict[str, None] = {}
     while not search.is_over:

@@ -10,7 +10,7 @@ from services.gateway.answering.infill import infilled
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
-from services.requests.prepare import prepare_chat, prepare_completion, refuse_modules
+from services.requests.prepare import prepare, refuse_modules
 from services.requests.store.record import ResponseRecord
 from shared.wire.messages import GenerateRequest
 
@@ -25,8 +25,9 @@ router = APIRouter(prefix="/v1")
 async def render_chat(request: Request) -> Json:
     """The tokens that the model's template makes of a conversation, and the sampling parameters."""
     context, body = await context_of(request).read(request, ChatCompletionBody)
-    refuse_modules(body)
-    record, [asked, *_] = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
+    intent = body.intent()
+    refuse_modules(intent)
+    record, [asked, *_] = await prepare(context, intent, "chat.completion", context.stage.replica_id)
     [rendered] = await render(context, body, record, [asked])
     return rendered
 
@@ -35,8 +36,9 @@ async def render_chat(request: Request) -> Json:
 async def render_completion(request: Request) -> list[Json]:
     """The tokens of each prompt, and the sampling parameters."""
     context, body = await context_of(request).read(request, CompletionBody)
-    refuse_modules(body)
-    record, requests = await prepare_completion(context, await infilled(context, body), context.stage.replica_id)
+    intent = body.intent()
+    refuse_modules(intent)
+    record, requests = await prepare(context, await infilled(context, intent), "text_completion", context.stage.replica_id)
     return await render(context, body, record, requests[:: record.n])
 
 

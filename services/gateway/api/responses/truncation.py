@@ -8,7 +8,7 @@ from services.requests.dialects.openai.translate import own_terms
 from services.requests.dialects.responses.chat import NAME_HERE, chat_of
 from services.requests.dialects.responses.items import Json
 from services.requests.dialects.responses.schemas import ResponseBody
-from services.requests.prepare import prepare_chat
+from services.requests.prepare import prepare
 
 
 async def num_too_many(context: Context, body: ResponseBody, before: list[Json]) -> int:
@@ -36,7 +36,7 @@ async def num_too_many(context: Context, body: ResponseBody, before: list[Json])
 async def _fits(context: Context, body: ResponseBody, before: list[Json], num_dropped: int) -> bool:
     chat = chat_of(body, before, num_dropped=num_dropped)
     with own_terms(NAME_HERE):
-        _, [request] = await prepare_chat(context, chat, "response", body.model, context.stage.replica_id)
+        _, [request] = await prepare(context, chat.intent(), "response", context.stage.replica_id)
     found = await ask_tokenizer(context, request.model, "tokenize", replace(request, params=replace(request.params, max_tokens=0)))
     longest, wanted = found["max_model_len"], body.max_output_tokens or 1
     return bool(found["count"] + (wanted if wanted < longest else 1) <= longest)  # more than the model's length is cut to what is left

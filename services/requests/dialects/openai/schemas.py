@@ -4,6 +4,7 @@ passed over and which are refused; bounds are SamplingParams'.
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -14,14 +15,15 @@ from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
 from services.requests.bodies.fields import MAX_NAME, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
 from services.requests.bodies.parameters import given_values, params_of, takes_parameters
 from services.requests.dialects.openai.constrain import StructuredOutputs, constraint_of
+from services.requests.dialects.openai.intent import BeamOptions, ChatIntent, Intent
 from services.requests.dialects.openai.messages import Message, Prediction
-from services.requests.dialects.openai.stream_options import StreamOptions
 from services.requests.dialects.openai.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, resolve_calling
 from services.requests.store.modules.schemas import UsedModules
+from services.requests.store.record import ResponseRecord
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import MAX_STOP_STRINGS, MAX_TOKENS, SamplingParams, parameter
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatOptions, EncodingParams, SchedulingParams
+from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest, SchedulingParams
 
 MAX_MESSAGES = 4096
 MAX_USER = 4096
@@ -34,6 +36,19 @@ OF_CONVERSATIONS = ("messages", "conversation", "conversations", "tools", "docum
 MAX_ECHO = 64 << 10  # characters
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
+MAX_RESUME_S = 60.0
+
+
+class StreamOptions(Body):
+    """More that a client can ask for in its stream."""
+
+    include_usage: bool = Field(False, description="a last chunk with usage; the others say null")
+    continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
+    include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
+    include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
+    resume_within_s: float = Field(
+        0.0, ge=0, le=MAX_RESUME_S, description="seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled"
+    )
 
 
 @takes_parameters("openai")
@@ -115,11 +130,55 @@ class GenerateBody(Body):
             returns_prompt_token_ids=self.return_token_ids,
         )
 
-    def scheduling(self, created_at: float, group_id: str) -> SchedulingParams:
-        """How each of a prompt's choices is to be scheduled."""
-        deadline_at = created_at + self.deadline_s if self.deadline_s is not None else 0.0
+    def _intent(self, requests: Sequence[GenerateRequest], constraint: Constraint | None, *, has_logprobs: bool, **of_record: Any) -> Intent:
+        """The intent, without the parts that only a chat or a completion has. of_record: more of the
+        record's fields."""
+        options = self.stream_options or StreamOptions()
         salt = "\0".join((self.cache_salt, self.prompt_cache_key)) if self.prompt_cache_key else self.cache_salt
-        return SchedulingParams(self.priority, deadline_at, group_id if self.num_sequences > 1 else "", salt)
+        scheduling = SchedulingParams(self.priority, cache_salt=salt)
+        encoding = EncodingParams(self.add_special_tokens, self.parse_special_tokens, checked_truncation(self.truncate_prompt_tokens))
+        picks = not self.use_beam_search and self.num_sequences > self.n
+        num_all = len(requests) * (self.best_of or self.n)
+        if num_all > MAX_SEQUENCES:
+            raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {num_all}", param="n")
+        return Intent(
+            record=ResponseRecord(
+                "",
+                "",
+                self.model,
+                0,
+                len(requests),
+                1 if self.use_beam_search else self.num_sequences,
+                options.include_usage,
+                "",
+                num_best=self.n if picks else None,
+                hides_logprobs=picks and not has_logprobs,
+                has_continuous_usage=options.include_usage and options.continuous_usage_stats,
+                num_prompt_logprobs=self.prompt_logprobs,
+                has_token_ids=self.return_token_ids,
+                names_tokens_by_id=self.return_tokens_as_token_ids,
+                resume_within_s=options.resume_within_s,
+                **of_record,
+            ),
+            requests=tuple(replace(each, scheduling=scheduling, encoding=encoding) for each in requests),
+            given=frozenset(given_values(self)),
+            seed=self.seed % (1 << 64) if self.seed is not None else None,
+            constraint=constraint,
+            deadline_s=self.deadline_s,
+            modules=self.prompt_modules,
+            beams=self._beams(),
+            stream=self.stream,
+            has_positions=options.include_position,
+            has_timings=self.timings_per_token,
+            user=self.user,
+            num_answers=self.n,
+        )
+
+    def _beams(self) -> BeamOptions | None:
+        if not self.use_beam_search:
+            return None
+        length_penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return BeamOptions(self.best_of or self.n, length_penalty, self.early_stopping or False)
 
     def constraint(self) -> Constraint | None:
         """The constraint that the answer must match. Raises Invalid."""
@@ -132,14 +191,6 @@ class GenerateBody(Body):
         """Sequences of each prompt: more than n where the best of them are wanted."""
         return self.n if self.best_of is None or self.use_beam_search else self.best_of
 
-    @property
-    def num_beams(self) -> int | None:
-        return (self.best_of or self.n) if self.use_beam_search else None
-
-    def encoding(self) -> EncodingParams:
-        """How the prompt is to be encoded."""
-        return EncodingParams(self.add_special_tokens, self.parse_special_tokens, checked_truncation(self.truncate_prompt_tokens))
-
     def _check_choices(self) -> None:
         """Raises Invalid where n, best_of, streams and beams don't go together."""
         if self.best_of is not None and self.best_of < self.n:
@@ -151,22 +202,6 @@ class GenerateBody(Body):
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) not in (None, False, 1.0) and not self.use_beam_search:
                 raise Invalid(f"{name} is for beam searches: set use_beam_search to true", param=name)
-
-    @property
-    def has_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def has_continuous_usage(self) -> bool:
-        return self.has_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    @property
-    def has_positions(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_position
-
-    @property
-    def resume_within_s(self) -> float:
-        return self.stream_options.resume_within_s if self.stream_options is not None else 0.0
 
 
 def read_function_call(value: Any) -> Any:
@@ -227,7 +262,7 @@ class ChatCompletionBody(GenerateBody):
         """The template's arguments besides the messages. begins_with_call: the answer has no room
         for a thought. Raises Invalid."""
         if self.chat_template is not None and not may_bring_template:
-            raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
+            raise no_template()
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
             raise Invalid("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
         kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort or None, "verbosity": self.verbosity or None}
@@ -257,6 +292,24 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid(f"echo repeats at most {MAX_ECHO} characters, got {len(text)}", param="echo")
         return text
 
+    def intent(self) -> Intent:
+        """The body as one checked value. Raises Invalid."""
+        calling, params, echoed = self.calling(), self.params(), self.echoed
+        if self.use_beam_search and self.echo:
+            raise Invalid("echo is not available with use_beam_search: leave it out", param="echo")
+        options = self.chat_options(calling, may_bring_template=True)
+        prediction = self.prediction.content if self.prediction is not None else ""
+        made = self._intent(
+            [GenerateRequest("", None, "", params, chat=options, prediction=prediction)],
+            calling.forced() or self.constraint(),
+            has_logprobs=bool(self.logprobs),
+            has_reasoning=self.include_reasoning,
+            echoed=echoed,
+        )
+        unthinking = self.chat_options(calling, may_bring_template=True, begins_with_call=True) if calling.is_forced else options
+        given = made.given if self.max_completion_tokens is None else made.given | {"max_tokens"}
+        return replace(made, given=given, chat=ChatIntent(self.messages, calling, self.may_think, unthinking))
+
     def params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
             raise Invalid("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
@@ -269,6 +322,12 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid("max_tokens must be at least 1, got 0", param="max_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
+
+
+def no_template() -> Invalid:
+    """The refusal of a chat's own template."""
+    reason = "chat_template is not allowed here: leave it out, or ask the operator to start with --trust-request-chat-template"
+    return Invalid(reason, param="chat_template")
 
 
 def checked_truncation(num_tokens: int | None) -> int | None:
@@ -295,5 +354,19 @@ class CompletionBody(GenerateBody):
 
     @property
     def num_echo_logprobs(self) -> int | None:
-        """Logprobs of each echoed token besides its own."""
+        """Logprobs of each echoed token, in addition to its own."""
         return self.logprobs if self.echo else None
+
+    def intent(self) -> Intent:
+        """The body as one checked value. Raises Invalid."""
+        if self.use_beam_search and self.echo:
+            raise Invalid("echo is not available with use_beam_search: leave it out", param="echo")
+        draft = GenerateRequest("", None, "", self.params(), echo=self.echo)
+        requests = [with_prompt(draft, prompt) for prompt in self.prompt]
+        made = self._intent(requests, self.constraint(), has_logprobs=self.logprobs is not None, num_echo_logprobs=self.num_echo_logprobs)
+        return replace(made, suffix=self.suffix or "")
+
+
+def with_prompt(request: GenerateRequest, prompt: Prompt) -> GenerateRequest:
+    """The request, to go on with this prompt."""
+    return replace(request, prompt=prompt, prompt_token_ids=None) if isinstance(prompt, str) else replace(request, prompt=None, prompt_token_ids=prompt)
