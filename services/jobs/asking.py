@@ -29,7 +29,7 @@ from services.requests.errors import RequestFailed, check
 from services.requests.prepare import prepare, prepare_embeddings
 from services.requests.store.admission.admission import estimate_output, estimate_prompt
 from services.requests.store.admission.held import check_size
-from services.requests.store.batches.lines import Line
+from services.requests.store.batches.lines import BatchLine
 from services.requests.store.batches.store import BatchRecord, Totals
 from services.requests.store.record import ResponseRecord
 from services.requests.text.answers.choice import Choice, Usage, usage_of
@@ -67,7 +67,7 @@ def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
     return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
+async def ask(context: ConversationContext, batch: BatchRecord, line: BatchLine, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
     with collecting(is_strict=context.settings.strict_fields):
         asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from services.requests.bodies.fields import shortened, whole
-from services.requests.store.batches.lines import MAX_LINES, Line, read_line
+from services.requests.store.batches.lines import MAX_LINES, BatchLine, read_line
 from services.requests.store.files.storage import Storage
 from shared.process.errors import Invalid
 
@@ -97,7 +97,7 @@ def read_index(storage: Storage, batch_id: str) -> list[int]:
     return index
 
 
-def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
+def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[BatchLine]:
     """The lines between two places of the index."""
     # not splitlines: JSON may have a bare \r between two values
     texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")

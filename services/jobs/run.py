@@ -29,7 +29,7 @@ from services.requests.errors import NO_REPLICA, RequestFailed
 from services.requests.store.admission.admission import admit
 from services.requests.store.admission.held import CODE as STORAGE_LIMIT
 from services.requests.store.batches.figures import queue_note
-from services.requests.store.batches.lines import Line
+from services.requests.store.batches.lines import BatchLine
 from services.requests.store.batches.store import RUNNING, Batch, Totals, read_batch
 from services.requests.store.client import persist
 from services.requests.store.files.store import FileRecord
@@ -277,7 +277,7 @@ class BatchRun:
     def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
         self.runtime.places.give(count)
 
-    async def _begin(self, batch: Batch, line: Line, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
+    async def _begin(self, batch: Batch, line: BatchLine, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
         """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages
         that are missing.
 
@@ -304,7 +304,7 @@ class BatchRun:
                 return self._broken(line, error)
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
-    async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
+    async def _answer(self, batch: Batch, block: Block, place: int, line: BatchLine, asked: Asked) -> None:
         """Wait for what was submitted, and settle the line; ask again if it is lost, or no replica came."""
         attempt = num_lost = 0
         while True:
@@ -324,7 +324,7 @@ class BatchRun:
                 await asyncio.sleep(AGAIN_S)
         await self._settle(block, place, answer or self._refused(line, LOST))
 
-    async def _outcome(self, line: Line, asked: Asked) -> Answer | RequestError:
+    async def _outcome(self, line: BatchLine, asked: Asked) -> Answer | RequestError:
         """The answer to a request; or why it has to be asked again."""
         key = key_of(self.batch_id, line.custom_id)
         try:
@@ -358,10 +358,10 @@ class BatchRun:
             self.spans.admitted(asked, started_at)
         return True
 
-    def _refused(self, line: Line, error: RequestError) -> Answer:
+    def _refused(self, line: BatchLine, error: RequestError) -> Answer:
         return refused(key_of(self.batch_id, line.custom_id), line.custom_id, error)
 
-    def _broken(self, line: Line, error: Exception) -> Answer:
+    def _broken(self, line: BatchLine, error: Exception) -> Answer:
         """A mistake of ours, at one line: the others go on."""
         log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error)))
         return self._refused(line, RequestError("internal error"))

@@ -133,7 +133,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class PlaygroundField:
     """How the playground lets people set a parameter."""
 
     section: str  # of the settings, by its title
@@ -160,7 +160,7 @@ class Parameter:
     llamacpp: str = ""
     ollama: str = ""  # in `options`
     clamped: tuple[float, float] | None = None  # llama.cpp and Ollama take other numbers as the nearest of these
-    control: Control | None = None
+    control: PlaygroundField | None = None
 
     def name_in(self, api: Api) -> str:
         """Its name in the API; empty if the API doesn't have it."""
@@ -249,7 +249,7 @@ PARAMETERS = (
         description="no end token before so many tokens",
         bounds=(0, MAX_TOKENS),
         responses="min_tokens",
-        control=Control("Where it ends", "Shortest answer", "In tokens"),
+        control=PlaygroundField("Where it ends", "Shortest answer", "In tokens"),
     ),
     Parameter(
         name="temperature",
@@ -260,7 +260,7 @@ PARAMETERS = (
         llamacpp="temperature",
         ollama="temperature",
         clamped=(0.0, math.inf),
-        control=Control("Sampling", "Temperature", "Higher varies more; 0 always takes the likeliest token", (0, 2, 0.05)),
+        control=PlaygroundField("Sampling", "Temperature", "Higher varies more; 0 always takes the likeliest token", (0, 2, 0.05)),
     ),
     Parameter(
         name="top_p",
@@ -271,7 +271,7 @@ PARAMETERS = (
         llamacpp="top_p",
         ollama="top_p",
         clamped=(0.0, 1.0),
-        control=Control("Sampling", "Top share", "Draw from the likeliest tokens that together reach this share", (0.01, 1, 0.01)),
+        control=PlaygroundField("Sampling", "Top share", "Draw from the likeliest tokens that together reach this share", (0.01, 1, 0.01)),
     ),
     Parameter(
         name="top_k",
@@ -283,7 +283,7 @@ PARAMETERS = (
         llamacpp="top_k",
         ollama="top_k",
         clamped=(0, math.inf),
-        control=Control("Sampling", "Top tokens", "Draw from so many of the likeliest tokens; 0: from all", (0, 200, 1)),
+        control=PlaygroundField("Sampling", "Top tokens", "Draw from so many of the likeliest tokens; 0: from all", (0, 200, 1)),
     ),
     Parameter(
         name="min_p",
@@ -293,7 +293,7 @@ PARAMETERS = (
         llamacpp="min_p",
         ollama="min_p",
         clamped=(0.0, 1.0),
-        control=Control("Sampling", "Least likelihood", "Relative to the likeliest token", (0, 1, 0.01)),
+        control=PlaygroundField("Sampling", "Least likelihood", "Relative to the likeliest token", (0, 1, 0.01)),
     ),
     Parameter(
         name="seed",
@@ -313,21 +313,21 @@ PARAMETERS = (
         responses="stop",
         llamacpp="stop",
         ollama="stop",
-        control=Control("Where it ends", "Stop at texts", "One a line"),
+        control=PlaygroundField("Where it ends", "Stop at texts", "One a line"),
     ),
     Parameter(
         name="stop_token_ids",
         description="tokens that end the answer",
         max_items=MAX_STOP_TOKENS,
         responses="stop_token_ids",
-        control=Control("Where it ends", "Stop at tokens", "[token ids]"),
+        control=PlaygroundField("Where it ends", "Stop at tokens", "[token ids]"),
     ),
     Parameter(
         name="ignore_eos",
         description="the model's end tokens do not end the answer",
         responses="ignore_eos",
         llamacpp="ignore_eos",
-        control=Control("Where it ends", "Never end by itself", "Go on after the model's own end"),
+        control=PlaygroundField("Where it ends", "Never end by itself", "Go on after the model's own end"),
     ),
     Parameter(
         name="frequency_penalty",
@@ -336,7 +336,7 @@ PARAMETERS = (
         responses="frequency_penalty",
         llamacpp="frequency_penalty",
         ollama="frequency_penalty",
-        control=Control("Penalties and bias", "Frequency", "Against a token, for each time that the answer has it", (-2, 2, 0.05)),
+        control=PlaygroundField("Penalties and bias", "Frequency", "Against a token, for each time that the answer has it", (-2, 2, 0.05)),
     ),
     Parameter(
         name="presence_penalty",
@@ -345,7 +345,7 @@ PARAMETERS = (
         responses="presence_penalty",
         llamacpp="presence_penalty",
         ollama="presence_penalty",
-        control=Control("Penalties and bias", "Presence", "Against every token that the answer has", (-2, 2, 0.05)),
+        control=PlaygroundField("Penalties and bias", "Presence", "Against every token that the answer has", (-2, 2, 0.05)),
     ),
     Parameter(
         name="repetition_penalty",
@@ -355,7 +355,7 @@ PARAMETERS = (
         responses="repetition_penalty",
         llamacpp="repeat_penalty",
         ollama="repeat_penalty",
-        control=Control("Penalties and bias", "Repetition", "Against tokens of the prompt, too; 1: off", (0.5, 2, 0.01)),
+        control=PlaygroundField("Penalties and bias", "Repetition", "Against tokens of the prompt, too; 1: off", (0.5, 2, 0.01)),
     ),
     Parameter(
         name="logit_bias",
@@ -364,7 +364,7 @@ PARAMETERS = (
         max_items=MAX_LOGIT_BIAS,
         responses="logit_bias",
         llamacpp="logit_bias",
-        control=Control("Penalties and bias", "Bias of tokens", '{"token id": -100 to 100}'),
+        control=PlaygroundField("Penalties and bias", "Bias of tokens", '{"token id": -100 to 100}'),
     ),
     Parameter(
         name="logprobs",
@@ -381,24 +381,24 @@ PARAMETERS = (
         name="allowed_token_ids",
         description="no other tokens are drawn",
         max_items=MAX_ALLOWED_TOKENS,
-        control=Control("Penalties and bias", "Allowed tokens", "[token ids]: no others are drawn"),
+        control=PlaygroundField("Penalties and bias", "Allowed tokens", "[token ids]: no others are drawn"),
     ),
     Parameter(
         name="bad_words",
         description="texts that the answer must not hold",
         max_items=MAX_BAD_WORDS,
         max_length=MAX_BAD_WORD_LENGTH,
-        control=Control("Penalties and bias", "Forbidden words", "One a line"),
+        control=PlaygroundField("Penalties and bias", "Forbidden words", "One a line"),
     ),
     Parameter(
         name="skip_special_tokens",
         description="false: special tokens are spelt out in the text",
-        control=Control("Tokens and likelihoods", "Hide special tokens", "Leave them out of the text"),
+        control=PlaygroundField("Tokens and likelihoods", "Hide special tokens", "Leave them out of the text"),
     ),
     Parameter(
         name="include_stop_str_in_output",
         description="the text keeps the stop string, or the stop token's text, at its end",
-        control=Control("Where it ends", "Keep the stop text", "At the answer's end"),
+        control=PlaygroundField("Where it ends", "Keep the stop text", "At the answer's end"),
     ),
     Parameter(
         name="top_n_sigma",
@@ -407,7 +407,7 @@ PARAMETERS = (
         bounds=(0.0, 1000.0),
         off=(-math.inf, 0.0),
         llamacpp="top_n_sigma",
-        control=Control("llama.cpp's samplers", "Top deviations", "Within so many standard deviations of the likeliest; 0: off", (0, 5, 0.1)),
+        control=PlaygroundField("llama.cpp's samplers", "Top deviations", "Within so many standard deviations of the likeliest; 0: off", (0, 5, 0.1)),
     ),
     Parameter(
         name="typical_p",
@@ -417,7 +417,7 @@ PARAMETERS = (
         llamacpp="typical_p",
         ollama="typical_p",
         clamped=(0.0, 1.0),
-        control=Control("llama.cpp's samplers", "Typical share", "1: off", (0.01, 1, 0.01)),
+        control=PlaygroundField("llama.cpp's samplers", "Typical share", "1: off", (0.01, 1, 0.01)),
     ),
     Parameter(
         name="xtc_probability",
@@ -425,7 +425,7 @@ PARAMETERS = (
         description="how often, of the tokens above xtc_threshold, only the least likely stays; 0: off",
         bounds=(0.0, 1.0),
         llamacpp="xtc_probability",
-        control=Control("llama.cpp's samplers", "XTC chance", "How often the likeliest tokens are left out; 0: off", (0, 1, 0.05)),
+        control=PlaygroundField("llama.cpp's samplers", "XTC chance", "How often the likeliest tokens are left out; 0: off", (0, 1, 0.05)),
     ),
     Parameter(
         name="xtc_threshold",
@@ -433,7 +433,7 @@ PARAMETERS = (
         description="the probability from which xtc_probability takes tokens away; above 0.5: off",
         bounds=(0.0, 1.0),
         llamacpp="xtc_threshold",
-        control=Control("llama.cpp's samplers", "XTC threshold", slider=(0, 0.5, 0.01)),
+        control=PlaygroundField("llama.cpp's samplers", "XTC threshold", slider=(0, 0.5, 0.01)),
     ),
     Parameter(
         name="dynatemp_range",
@@ -441,7 +441,7 @@ PARAMETERS = (
         description="temperature varies by so much with the row's entropy; 0: off",
         bounds=(0.0, 100.0),
         llamacpp="dynatemp_range",
-        control=Control("llama.cpp's samplers", "Temperature range", "0: off", (0, 2, 0.05)),
+        control=PlaygroundField("llama.cpp's samplers", "Temperature range", "0: off", (0, 2, 0.05)),
     ),
     Parameter(
         name="dynatemp_exponent",
@@ -449,7 +449,7 @@ PARAMETERS = (
         description="temperature = low + (high - low) * (entropy / largest entropy)^exponent",
         bounds=(0.0, 100.0),
         llamacpp="dynatemp_exponent",
-        control=Control("llama.cpp's samplers", "Temperature exponent", slider=(0, 4, 0.1)),
+        control=PlaygroundField("llama.cpp's samplers", "Temperature exponent", slider=(0, 4, 0.1)),
     ),
     Parameter(
         name="dry_multiplier",
@@ -457,7 +457,7 @@ PARAMETERS = (
         description="DRY: a repetition of L tokens costs a logit this much, times base^(L - allowed length); 0: off",
         bounds=(0.0, 100.0),
         llamacpp="dry_multiplier",
-        control=Control("Repeated phrases (DRY)", "Strength", "0: off", (0, 4, 0.05)),
+        control=PlaygroundField("Repeated phrases (DRY)", "Strength", "0: off", (0, 4, 0.05)),
     ),
     Parameter(
         name="dry_base",
@@ -465,7 +465,7 @@ PARAMETERS = (
         description="see dry_multiplier",
         bounds=(1.0, 100.0),
         llamacpp="dry_base",
-        control=Control("Repeated phrases (DRY)", "Growth", "For each further token of a phrase", (1, 4, 0.05)),
+        control=PlaygroundField("Repeated phrases (DRY)", "Growth", "For each further token of a phrase", (1, 4, 0.05)),
     ),
     Parameter(
         name="dry_allowed_length",
@@ -473,7 +473,7 @@ PARAMETERS = (
         description="shorter repetitions cost nothing; longer ones count up to 256 tokens beyond it",
         bounds=(0, MAX_TOKENS),
         llamacpp="dry_allowed_length",
-        control=Control("Repeated phrases (DRY)", "Allowed length", "Of a phrase, in tokens", (0, 20, 1)),
+        control=PlaygroundField("Repeated phrases (DRY)", "Allowed length", "Of a phrase, in tokens", (0, 20, 1)),
     ),
     Parameter(
         name="dry_penalty_last_n",
@@ -481,7 +481,7 @@ PARAMETERS = (
         description="number of tokens of prompt and output that are looked at; -1: all",
         bounds=(-1, MAX_TOKENS),
         llamacpp="dry_penalty_last_n",
-        control=Control("Repeated phrases (DRY)", "Looks back", "So many tokens; -1: to the start"),
+        control=PlaygroundField("Repeated phrases (DRY)", "Looks back", "So many tokens; -1: to the start"),
     ),
     Parameter(
         name="dry_sequence_breakers",
@@ -490,7 +490,7 @@ PARAMETERS = (
         max_items=MAX_BREAKERS,
         max_length=MAX_BREAKER_LENGTH,
         llamacpp="dry_sequence_breakers",
-        control=Control("Repeated phrases (DRY)", "Phrases end at", '["\\n", ":"]', is_json=True),
+        control=PlaygroundField("Repeated phrases (DRY)", "Phrases end at", '["\\n", ":"]', is_json=True),
     ),
 )
 

@@ -5,7 +5,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from services.gateway.api.anthropic.batches import result_of
+from services.gateway.api.anthropic.routes import result_of
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 

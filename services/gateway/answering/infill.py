@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.gateway.answering.ask import token_ids_of
-from services.gateway.context import Context
+from services.gateway.context import GatewayContext
 from services.requests.bodies.fields import Prompt, TokenIds
 from services.requests.dialects.openai.intent import Intent
 from services.requests.dialects.openai.schemas import with_prompt
@@ -29,7 +29,7 @@ TEXT = EncodingParams(add_special_tokens=False, parse_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class InfillMarks:
     """One token each, and what every prompt of the model begins with."""
 
     beginning: TokenIds
@@ -45,7 +45,7 @@ class Marks:
         return np.concatenate([self.beginning, files, self.prefix, before, self.suffix, after, self.middle, begun])
 
 
-async def find_marks(context: Context, model: str) -> Marks | None:
+async def find_marks(context: GatewayContext, model: str) -> InfillMarks | None:
     """The model's tokens for infilling, if it has them."""
     spelt = [mark for spelling in SPELLINGS for mark in spelling]
     firsts = [prefix for prefix, _, _ in SPELLINGS]
@@ -54,11 +54,19 @@ async def find_marks(context: Context, model: str) -> Marks | None:
         prefix, suffix, middle = found[3 * number : 3 * number + 3]
         if all(len(each) == 1 for each in (prefix, suffix, middle)) and len({int(each[0]) for each in (prefix, suffix, middle)}) == 3:
             first = found[len(spelt) + number]
-            return Marks(first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST)
+            return InfillMarks(first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST)
     return None
 
 
-async def infill_prompts(context: Context, model: str, marks: Marks, befores: Sequence[Prompt], after: str, files: str = "", begun: str = "") -> list[TokenIds]:
+async def infill_prompts(
+    context: GatewayContext,
+    model: str,
+    marks: InfillMarks,
+    befores: Sequence[Prompt],
+    after: str,
+    files: str = "",
+    begun: str = "",
+) -> list[TokenIds]:
     """The token ids of each prompt: other files, the text before the gap, the text after it, the beginning of the answer."""
     texts = [files, after, begun, *(each for each in befores if isinstance(each, str))]
     ids_of_files, ids_after, ids_begun, *others = await token_ids_of(context, model, texts, [TEXT] * len(texts))
@@ -66,7 +74,7 @@ async def infill_prompts(context: Context, model: str, marks: Marks, befores: Se
     return [marks.around(ids_of_files, next(encoded) if isinstance(each, str) else each, ids_after, ids_begun) for each in befores]
 
 
-async def infilled(context: Context, intent: Intent, *, is_asked: bool = False) -> Intent:
+async def infilled(context: GatewayContext, intent: Intent, *, is_asked: bool = False) -> Intent:
     """The completion by which the gap between prompt and suffix is filled, if there is a suffix; is_asked: in any case. Raises Invalid, and as ask_all."""
     if not intent.suffix and not is_asked:
         return intent

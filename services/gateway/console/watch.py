@@ -29,7 +29,7 @@ MAX_WATCHERS = 32
 PING_EVERY_S = 5.0  # while nothing can be shown
 
 
-class Watch:
+class LiveView:
     def __init__(self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions, *, can_kill: bool) -> None:
         """can_kill: the page may offer to."""
         self.stage = stage

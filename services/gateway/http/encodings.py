@@ -10,7 +10,7 @@ GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # finds out by itself
 RAW = -zlib.MAX_WBITS  # deflate, as some clients understand it
 
 
-def decoder_for(header: str, max_bytes: int) -> "Decoder | None":
+def decoder_for(header: str, max_bytes: int) -> "BodyDecoder | None":
     """Make a decoder for a request's Content-Encoding. None: the body is plain. Raises Invalid
     (415)."""
     names = [name for part in header.split(",") if (name := part.strip().lower()) not in ("", "identity")]
@@ -19,10 +19,10 @@ def decoder_for(header: str, max_bytes: int) -> "Decoder | None":
     if len(names) > 1 or names[0] not in ("gzip", "x-gzip", "deflate"):
         message = f"Content-Encoding {', '.join(names)[:64]!r} is not taken, only {', '.join(TAKEN)}"
         raise Invalid(message, code="unsupported_content_encoding", status=415)
-    return Decoder(names[0], max_bytes)
+    return BodyDecoder(names[0], max_bytes)
 
 
-class Decoder:
+class BodyDecoder:
     def __init__(self, name: str, max_bytes: int) -> None:
         """max_bytes: of what it makes."""
         self.name = name

@@ -35,7 +35,7 @@ class SequenceClock:
         return (self.last_at - self.first_at) / (self.num_tokens - 1) if self.first_at is not None and self.num_tokens > 1 else None
 
 
-class Measured:
+class ResponseMeter:
     """Measures one response. A resumed one has no submission to count from: only its tokens and
     ends are counted."""
 

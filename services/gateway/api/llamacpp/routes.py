@@ -12,9 +12,9 @@ from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.answering.infill import find_marks, infill_prompts
 from services.gateway.api.llamacpp.answers import LlamaResponder, generation_settings
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.bodies import parse
 from services.requests.bodies.fields import TokenIds
 from services.requests.dialects.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
@@ -60,12 +60,12 @@ async def infill(request: Request) -> Response:
     return await answer(context, request, body, model, [*prompts])
 
 
-async def answer(context: Context, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
+async def answer(context: GatewayContext, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
     """Submit the completion that this is here, and answer as llama.cpp would."""
     biases = await biases_of(context, model, body.logit_bias or [])
     texts = [each if isinstance(each, str) else each.tolist() for each in prompts]
     asked = parse.check(CompletionBody, body.as_completion(model, texts, biases), lambda path: name_of(path, NAMES))
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     with own_terms(NAMES):
         record, requests = await prepare(context, asked.intent(), "llama", context.stage.replica_id)
     if not body.limit:
@@ -77,7 +77,7 @@ async def answer(context: Context, request: Request, body: LlamaBody, model: str
     return await (responder.stream() if body.stream else responder.whole(request))
 
 
-async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) -> list[str | TokenIds]:
+async def one_piece_each(context: GatewayContext, model: str, prompts: list[Pieces]) -> list[str | TokenIds]:
     """Each prompt as one piece: all of them texts, or all token ids, as a completion takes them. Each
     text of a mixture is encoded by itself."""
     texts = [pieces[0] for pieces in prompts if len(pieces) == 1 and isinstance(pieces[0], str)]
@@ -92,7 +92,7 @@ async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) ->
     return found
 
 
-async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, float]:
+async def biases_of(context: GatewayContext, model: str, biases: Biases) -> dict[str, float]:
     """The biases by token id. A text gives its bias to each of its tokens."""
     texts = [token for token, _ in biases if isinstance(token, str)]
     encoded = iter(await token_ids_of(context, model, texts, [EncodingParams(add_special_tokens=False)] * len(texts)) if texts else [])

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from services.gateway.answering.translated import TranslatedResponder
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.ollama.lines import OllamaLines, now_text
 from services.requests.dialects.ollama.schemas import (
     NAME_HERE,
@@ -62,7 +62,7 @@ async def generate(request: Request) -> Response:
     return await answer(context, request, body, chat, body.prompt if body.raw else None)
 
 
-def translated(context: Context, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
+def translated(context: GatewayContext, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
     given: Json = {
         **body.sampling(),
         "model": name_here(context, body.model),
@@ -77,9 +77,9 @@ def translated(context: Context, body: OllamaBody, messages: list[Json], tools: 
     return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt", "tools[{}]".format)
 
 
-async def answer(context: Context, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
+async def answer(context: GatewayContext, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
     """Submit and answer; raw: the prompt, if it is not to be a chat."""
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     with own_terms(NAME_HERE):
         record, requests = await prepare(context, chat.intent(), "ollama", context.stage.replica_id, name=body.model)
     if raw is not None:  # no template, so no marks of it in the answer, and no thought before it
@@ -99,7 +99,7 @@ def as_it_is(request: GenerateRequest, prompt: str) -> GenerateRequest:
     return replace(request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint)
 
 
-def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
+def loaded(context: GatewayContext, body: OllamaBody, nothing: Json) -> Response:
     """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there
     and stays, or the error says so."""
     context.resolve(name_here(context, body.model))
@@ -138,7 +138,7 @@ async def show(request: Request) -> dict[str, Any]:
     }
 
 
-def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
+def capabilities(context: GatewayContext, name: str, replica: Replica) -> list[str]:
     """List what the model can do, in Ollama's words."""
     if replica.is_encoder:
         return ["embedding"]
@@ -166,7 +166,7 @@ async def pull(request: Request) -> Response:
     return Response(b"".join(orjson.dumps(line) + b"\n" for line in lines), media_type=OllamaLines.media_type)
 
 
-def name_here(context: Context, name: str) -> str:
+def name_here(context: GatewayContext, name: str) -> str:
     """The name as it is served: without the tag that Ollama's clients add."""
     names = context.served_names()
     return name.removesuffix(LATEST) if name not in names and name.endswith(LATEST) else name

@@ -15,7 +15,7 @@ import numpy as np
 
 from services.gateway.answering.ask import ask_all, ask_tokenizer, question
 from services.gateway.api.openai.beam_search import BeamSearch
-from services.gateway.context import Context
+from services.gateway.context import GatewayContext
 from services.requests.dialects.openai.intent import BeamOptions
 from services.requests.text.answers.choice import Choice
 from shared.model.arrays import Int32Array
@@ -44,7 +44,7 @@ def check_beams(request: GenerateRequest, width: int) -> None:
         raise Invalid(f"beams (n, or best_of) must be below {MAX_LOGPROBS}, got {width}", param="n")
 
 
-async def search_prompt(context: Context, request: GenerateRequest, options: BeamOptions, *, num_best: int) -> list[Choice]:
+async def search_prompt(context: GatewayContext, request: GenerateRequest, options: BeamOptions, *, num_best: int) -> list[Choice]:
     """The best answers to one prompt. Raises Invalid, Rejected, RequestFailed."""
     model, params = request.model, request.params
     tokens = await ask_tokenizer(context, model, "tokenize", question(
@@ -85,7 +85,7 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
         raise Invalid(f"beams times max_tokens must be at most {MAX_STEPS}, got {search.width * search.max_tokens}", param="max_tokens")
 
 
-async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[TokenEvent]]:
+async def step(context: GatewayContext, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[TokenEvent]]:
     """Ask for each running beam's likeliest next tokens; returns the events of each. Waits while the
     server is full."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates)
@@ -106,7 +106,7 @@ async def step(context: Context, request: GenerateRequest, prompt: Int32Array, s
             await asyncio.sleep(PAUSE_S)
 
 
-async def text_of(context: Context, request: GenerateRequest, prompt: Int32Array, token_ids: tuple[int, ...]) -> str:
+async def text_of(context: GatewayContext, request: GenerateRequest, prompt: Int32Array, token_ids: tuple[int, ...]) -> str:
     """The text that an answer's tokens add to the prompt's."""
     tail = prompt[-8:]
 

@@ -10,10 +10,10 @@ from services.gateway.answering.responder import Responder
 from services.gateway.answering.token_count import count_tokens
 from services.gateway.api.openai.beams import check_beams, search_prompt
 from services.gateway.api.openai.fim import FimBody
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.disconnect import unless_gone
 from services.gateway.http.docs import takes
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.openai.intent import Intent
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 from services.requests.prepare import prepare
@@ -31,11 +31,7 @@ router = APIRouter()
 @router.post("/chat/completions", openapi_extra=takes(ChatCompletionBody))  # as llama.cpp has it
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    return await answer_chat(*await context_of(request).read(request, ChatCompletionBody), request)
-
-
-async def answer_chat(context: Context, body: ChatCompletionBody, request: Request) -> Response:
-    """Submit a conversation, and answer it."""
+    context, body = await context_of(request).read(request, ChatCompletionBody)
     return await respond(context, body.intent(), request, "chat.completion")
 
 
@@ -49,11 +45,7 @@ async def input_tokens(request: Request) -> Response:
 @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
-    return await answer_completion(*await context_of(request).read(request, CompletionBody), request)
-
-
-async def answer_completion(context: Context, body: CompletionBody, request: Request) -> Response:
-    """Submit prompts, and answer them."""
+    context, body = await context_of(request).read(request, CompletionBody)
     return await respond(context, await infilled(context, body.intent()), request, "text_completion")
 
 
@@ -70,15 +62,15 @@ async def resume_stream(response_id: str, request: Request, last_event_id: str |
     context = context_of(request)
     async with context.reading.place(context.caller):
         generation = await context.pipeline.resume(context.tenant, response_id, last_event_id, KINDS)
-    return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
+    return await Responder(generation, ResponseMeter(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
 
 
-async def respond(context: Context, intent: Intent, request: Request, kind: str) -> Response:
+async def respond(context: GatewayContext, intent: Intent, request: Request, kind: str) -> Response:
     """Submit, and answer as a stream or whole. kind: of record.PREFIXES."""
     record, requests = await prepare(context, intent, kind, context.stage.replica_id)
     if intent.beams is not None:
         return await respond_with_beams(context, intent, record, requests, request)
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, intent.user, request.state.request_id)
     interval_s = context.settings.ping_interval_s
@@ -86,11 +78,11 @@ async def respond(context: Context, intent: Intent, request: Request, kind: str)
     return await (responder.stream() if intent.stream else responder.whole(request))
 
 
-async def respond_with_beams(context: Context, intent: Intent, record: ResponseRecord, requests: list[GenerateRequest], request: Request) -> Response:
+async def respond_with_beams(context: GatewayContext, intent: Intent, record: ResponseRecord, requests: list[GenerateRequest], request: Request) -> Response:
     """A beam search for each prompt, one after the other; what stands in its answer is whole."""
     assert intent.beams is not None
     check_beams(requests[0], intent.beams.width)
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     context.log_submitted(record, intent.user, request.state.request_id)
     options, num_best = intent.beams, intent.num_answers
 

@@ -7,7 +7,7 @@ from services.requests.dialects.openai.translate import own_terms
 from services.requests.dialects.responses.chat import NAME_HERE, chat_of
 from services.requests.dialects.responses.items import Json, with_ids
 from services.requests.dialects.responses.schemas import ResponseBody
-from services.requests.dialects.responses.stored import Stored
+from services.requests.dialects.responses.stored import StoredResponse
 from services.requests.prepare import prepare
 from services.requests.store.record import ResponseRecord
 from shared.process.errors import Invalid
@@ -28,7 +28,7 @@ async def prepare_response(
         record, requests = await prepare(context, chat.intent(), "response", gateway_id, **others)
     if not body.store:
         return record, requests, b""
-    content = Stored(body.asked(requests[0].params), [*before, *with_ids(body.input, record.response_id)]).encode()
+    content = StoredResponse(body.asked(requests[0].params), [*before, *with_ids(body.input, record.response_id)]).encode()
     if len(content) > (longest := context.settings.max_body_bytes):
         raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
     return record, requests, content

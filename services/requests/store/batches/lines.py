@@ -13,14 +13,14 @@ FIELDS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """One request of a batch."""
 
     custom_id: str
     body: dict[str, Any]
 
 
-def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
+def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:
     """Raises Invalid for what is no request, but for what the endpoint itself makes of the body."""
     if len(text) > max_bytes:
         raise Invalid(f"the line has {len(text)} bytes, at most {max_bytes} are taken", code="line_too_long")
@@ -38,4 +38,4 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
         raise Invalid(f"body must be an object, got {kind_of(body)}", param="body", code="invalid_body")
     if not isinstance(body.get("model"), str):
         raise Invalid("body.model must name a model", param="body.model", code="missing_required_parameter")
-    return Line(custom_id, body)
+    return BatchLine(custom_id, body)
