@@ -15,8 +15,8 @@ MESSAGE = {"role": "assistant", "content": "Hello."}
 CHAT = {"model": "m", "messages": [MESSAGE]}
 COMPLETION = {"model": "m", "prompt": "Hello."}
 CASES: list[tuple[type[Body], dict[str, Any], str, Any]] = [
-    *((ChatCompletionBody, CHAT, field, OF_CHATS[field]) for field in OF_CHATS),
-    *((CompletionBody, COMPLETION, field, OF_COMPLETIONS[field]) for field in OF_COMPLETIONS),
+    *((ChatCompletionBody, CHAT, field, OF_CHATS[field]) for field in OF_CHATS if field not in ChatCompletionBody.model_fields),
+    *((CompletionBody, COMPLETION, field, OF_COMPLETIONS[field]) for field in OF_COMPLETIONS if field not in CompletionBody.model_fields),
 ]
 
 

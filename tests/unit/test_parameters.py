@@ -38,7 +38,7 @@ ROW = """PARAMETERS = (
         llamacpp="warmth",
         ollama="ardour",
         clamped=(0.0, 10.0),
-        control=Control("Sampling", "Heat", slider=(0, 5, 0.5)),
+        control=PlaygroundField("Sampling", "Heat", slider=(0, 5, 0.5)),
     ),
 """
 PROGRAM = """
