@@ -33,12 +33,12 @@ def page() -> str:
     app = FastAPI()
     add_routes(app)
     parts = ["# Fields of the API\n\n", HEAD, paragraph(INTRODUCTION), "\n", paragraph(FATES), "\n## Endpoints\n\n", paths_of(app)]
-    told: set[type[Body]] = set()
+    shown: set[type[Body]] = set()
     for body in BODIES:
         for each in (body, *inner_bodies(body)):
-            if each not in told:
+            if each not in shown:
                 parts += section(each)
-                told.add(each)
+                shown.add(each)
     return "".join(parts)
 
 
@@ -46,8 +46,8 @@ def paths_of(app: FastAPI) -> str:
     """Every route, with the body that it takes."""
     rows = []
     for path, methods in app.openapi()["paths"].items():
-        for method, said in methods.items():
-            content = said.get("requestBody", {}).get("content", {}).get("application/json", {})
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             schema = content.get("schema", {})
             bodies = [each["$ref"].removeprefix(REF.format(model="")) for each in schema.get("oneOf", [schema]) if "$ref" in each]
             rows.append([code(f"{method.upper()} {path}"), " or ".join(f"[{body}](#{body.lower()})" for body in bodies)])
@@ -55,22 +55,22 @@ def paths_of(app: FastAPI) -> str:
 
 
 def section(body: type[Body]) -> list[str]:
-    said = [f"\n## {body.__name__}\n\n"]
+    parts = [f"\n## {body.__name__}\n\n"]
     if "__doc__" in vars(body) and body.__doc__:
-        said += [paragraph(sentence(body.__doc__.strip())), "\n"]
-    said.append(table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields]))
+        parts += [paragraph(sentence(body.__doc__.strip())), "\n"]
+    parts.append(table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields]))
     others = {name: each for name, each in sorted(body.neutral.items()) if name not in body.model_fields}
     taken = [code(name) + values(each) for name, each in others.items() if each]
     refused = [code(name) for name, each in others.items() if each is not ANYTHING]
-    said += ["\n", paragraph(f"*Taken*: {', '.join(taken)}.")] if taken else []
-    said += ["\n", paragraph(f"*Refused*, with any other value: {', '.join(refused)}.")] if refused else []
-    return said
+    parts += ["\n", paragraph(f"*Taken*: {', '.join(taken)}.")] if taken else []
+    parts += ["\n", paragraph(f"*Refused*, with any other value: {', '.join(refused)}.")] if refused else []
+    return parts
 
 
 def row(body: type[Body], name: str) -> list[str]:
     field = body.model_fields[name]
-    default = "required" if field.is_required() else said_default(body, name, field.get_default(call_default_factory=True))
-    return [code(name), said_type(body, name), default, said_bounds(body, name), sentence(field.description or "")]
+    default = "required" if field.is_required() else default_text(body, name, field.get_default(call_default_factory=True))
+    return [code(name), type_text(body, name), default, bounds_text(body, name), sentence(field.description or "")]
 
 
 def declared(body: type[Body], name: str) -> Parameter | None:
@@ -84,7 +84,7 @@ def of_chat(found: Parameter | None, name: str) -> FieldInfo:
     return ChatCompletionBody.model_fields.get(found.name if found is not None else name, FieldInfo())
 
 
-def said_default(body: type[Body], name: str, value: Any) -> str:
+def default_text(body: type[Body], name: str, value: Any) -> str:
     """The schema's default; of a sampling parameter that the schema leaves open, its API's own, else the sampler's."""
     found = declared(body, name)
     if value is None and found is not None and name in body.sampling_parameters and found.name != "seed":
@@ -104,19 +104,19 @@ def spelled(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def said_bounds(body: type[Body], name: str) -> str:
+def bounds_text(body: type[Body], name: str) -> str:
     """The schema's bounds; of a sampling parameter that the schema leaves open, the sampler's."""
     found = declared(body, name)
     metadata = body.model_fields[name].metadata or of_chat(found, name).metadata
     is_flag = body.model_fields[name].annotation in (bool, bool | None)
-    if (said := bounds(metadata)) or found is None or found.accepted is None or is_flag:
-        return said
+    if (own := bounds(metadata)) or found is None or found.accepted is None or is_flag:
+        return own
     low, high = found.accepted
     limits = [f"from {low:g}"] * (low > -math.inf) + [f"to {high:g}"] * (high < LARGE)
     return " ".join(limits)
 
 
-def said_type(body: type[Body], name: str) -> str:
+def type_text(body: type[Body], name: str) -> str:
     """JSON's name of the type, or the values that there are."""
     found = declared(body, name)
     if found is not None and body.model_fields[name].annotation is Any:  # an API that passes it on to a chat

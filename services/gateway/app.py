@@ -153,8 +153,8 @@ def add_routes(app: FastAPI) -> None:
 
 
 def own_problems(context: GatewayContext) -> list[str]:
-    """Name what keeps this gateway from serving a cell: its reader's trouble, or the heartbeat's,
-    which writes and so notices a Redis that takes no writes."""
+    """The reasons why this gateway can't serve a cell: its reader's, or the heartbeat's, which writes
+    and so notices a Redis that takes no writes."""
     found = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
         found.append(f"redis can't serve: {context.stage.problem}")
@@ -205,7 +205,7 @@ async def health(request: Request) -> JSONResponse:
 
 
 def cell_problems(context: GatewayContext) -> list[str]:
-    """Name what keeps a cell from serving, beside this gateway."""
+    """The reasons why a cell can't serve, other than this gateway's own."""
     found, registry = [context.admission.memory.problem] if context.admission.memory.problem else [], context.stage.registry
     computes = registry.of("compute")
     if not context.registry.of("compute"):

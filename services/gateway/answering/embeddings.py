@@ -1,4 +1,4 @@
-"""Submits a list of inputs, of each of which one vector is wanted, and answers with the vectors."""
+"""Submits a list of inputs, and answers with a vector for each."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -16,7 +16,7 @@ from shared.model.sampling_params import PARAMETERS, Parameter
 
 FOLDER = Path(__file__).with_name("playground")
 
-# Trusted types: the browser refuses innerHTML and its like, whoever writes it.
+# Trusted types: the browser refuses innerHTML and its like in any script.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

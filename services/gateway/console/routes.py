@@ -34,7 +34,7 @@ async def watch(request: Request) -> Response:
 
 @router.post("/kill")
 async def kill(request: Request) -> dict[str, Any]:
-    """With --chaos-demo: SIGKILL to a replica that was started beside this gateway, `{"replica_id":
+    """With --chaos-demo: SIGKILL to a replica that was started together with this gateway, `{"replica_id":
     …}`. 404 without."""
     cells: Cells[GatewayContext] = request.app.state.cells
     context = cells.home

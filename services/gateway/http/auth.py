@@ -25,7 +25,7 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 
-# For everybody: what load balancers ask, and pages that say nothing of anybody's requests
+# Open to everyone: paths that load balancers ask, and pages without data of requests
 OPEN = frozenset({"/", "/health", "/v1/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
 OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
@@ -136,7 +136,7 @@ class Auth:
             return await refusal(scope, receive, send)
         caller = Caller(tenant or NOBODY)
         if not caller.tenant.is_admin and (path in ADMIN or path.startswith(ADMIN_FOLDERS)):
-            refusal = error_response(scope, 403, "This key may not do that: it takes an administrator's.", None, "insufficient_permissions")
+            refusal = error_response(scope, 403, "this key may not do that: use the key of an administrator", None, "insufficient_permissions")
             return await refusal(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller
         await self.turns.take(caller.tenant.tenant_id)
@@ -154,11 +154,11 @@ class Auth:
 def check_sees_all(tenant: Tenant) -> None:
     """Raises Invalid (403) for whom other tenants' work is not there."""
     if not tenant.sees_all:
-        raise Invalid("This key may not do that: it takes an administrator's.", code="insufficient_permissions", status=403)
+        raise Invalid("this key may not do that: use the key of an administrator", code="insufficient_permissions", status=403)
 
 
 def is_public(path: str) -> bool:
-    """Whether the path is for everybody: it says nothing of anybody's requests."""
+    """Whether the path needs no key: it has no data of requests."""
     return path in OPEN or path.startswith(OPEN_FOLDERS)
 
 

@@ -44,7 +44,7 @@ class BodyDecoder:
                     self._inner = zlib.decompressobj(GZIP_OR_ZLIB)
                 made += self._inner.decompress(data, self.max_bytes - self.num_bytes - len(made) + 1)
                 if self.num_bytes + len(made) > self.max_bytes:
-                    raise Invalid(f"the body, decoded, is longer than {self.max_bytes} bytes", status=413)
+                    raise Invalid(f"the body, decoded, is longer than {self.max_bytes} bytes: send a shorter one", status=413)
                 data = self._inner.unconsumed_tail or self._inner.unused_data
         except zlib.error as error:
             raise Invalid(f"the body is not {self.name}: {error}", code="invalid_content_encoding") from None
@@ -54,4 +54,4 @@ class BodyDecoder:
     def finish(self) -> None:
         """Raises Invalid for a body that was broken off."""
         if self._has_begun and not self._inner.eof:
-            raise Invalid(f"the body is not whole: its {self.name} has no end", code="invalid_content_encoding")
+            raise Invalid(f"the body is cut off: its {self.name} stream has no end", code="invalid_content_encoding")

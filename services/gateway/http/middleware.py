@@ -16,7 +16,7 @@ from services.requests.errors import CLIENT_CLOSED
 from shared.process.tracing import Tracer
 
 UPLOAD_PATH = "/v1/files"
-MULTIPART_BYTES = 16 << 10  # of an upload, beside the file
+MULTIPART_BYTES = 16 << 10  # of an upload, in addition to the file
 STREAMS = ("/v1/streams/", "/v1/responses/", "/live")  # what GET may stream
 ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 

@@ -99,7 +99,7 @@ class ResponseMeter:
         figures.prompt_tokens.inc(clock.num_prompt_tokens)
         figures.prompt_tokens_cached.inc(clock.num_cached_tokens)
         if reason not in ("stop", "length"):
-            return  # how long it took until somebody gave up is nobody's latency
+            return  # the time until a client gives up is no latency
         if clock.num_prompt_tokens:
             figures.num_prompt_tokens.observe(clock.num_prompt_tokens)
             figures.num_prefill_tokens.observe(clock.num_prompt_tokens - clock.num_cached_tokens)

@@ -1,4 +1,4 @@
-"""The page /metrics: this gateway's own counts and times here, and beside them the pipeline's
+"""The page /metrics: this gateway's own counts and times here, and the pipeline's
 state (pipeline_state.py).
 
 Names are vLLM's where the meaning is the same, with our prefix; docs/operate/observe.md has them all. A

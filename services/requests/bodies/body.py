@@ -81,7 +81,7 @@ class Body(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _name_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler["Body"]) -> Any:
-        """The refused fields beside what else is wrong: a body of a million of them is a few
+        """The refused fields together with all other errors: a body of a million of them is a few
         errors."""
         if not isinstance(value, dict):
             return handler(value)
@@ -160,8 +160,8 @@ def kinds_of(annotation: Any) -> Iterator[Any]:
 
 
 def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: Table) -> dict[str, Any]:
-    """The body without what asks for nothing. fields: pydantic's, of which null takes the default
-    where there is one."""
+    """The body without fields that ask for nothing. fields: pydantic's; null stands for a field's
+    default, if there is one."""
     return {key: each for key, each in value.items() if not _asks_nothing(key, each, fields, neutral)}
 
 

@@ -95,14 +95,14 @@ def lines_of(body: MessageBatchBody, context: GatewayContext) -> bytes:
     lines = []
     for number, each in enumerate(body.requests):
         if each.custom_id in seen:
-            raise Invalid(f"requests[{number}].custom_id: {each.custom_id} has been there before", param=f"requests[{number}].custom_id")
+            raise Invalid(f"requests[{number}].custom_id: {each.custom_id} stands twice: give each request its own", param=f"requests[{number}].custom_id")
         seen.add(each.custom_id)
         model = each.params.get("model") or context.only_model()
         if not isinstance(model, str):
             raise Invalid(f"requests[{number}].params.model: expected a text", param=f"requests[{number}].params.model")
         line = orjson.dumps({"custom_id": each.custom_id, "method": "POST", "url": ENDPOINT, "body": each.params | {"model": model}})
         if len(line) > (longest := context.settings.max_body_bytes):
-            raise Invalid(f"requests[{number}] has {len(line)} bytes, at most {longest} are taken", param=f"requests[{number}]", status=413)
+            raise Invalid(f"requests[{number}] has {len(line)} bytes, and at most {longest} are taken: shorten it", param=f"requests[{number}]", status=413)
         lines.append(line)
     return b"\n".join(lines)
 
@@ -165,7 +165,7 @@ async def results(batch_id: str, request: Request) -> StreamingResponse:
     context = context_of(request)
     batch = await load(context, batch_id)
     if batch.is_running:
-        raise Invalid("the batch has not ended: it has no results yet", param="batch_id")
+        raise Invalid("the batch has no results yet: wait until its processing_status is ended", param="batch_id")
     files = await files_of(context, batch, batch.output_file_id, batch.error_file_id)
     return StreamingResponse(result_lines(context, files), media_type="application/x-jsonl")
 

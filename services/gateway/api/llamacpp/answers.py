@@ -89,7 +89,7 @@ class LlamaResponder(Responder):
 
 
 def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
-    """Each token's, and those of the likeliest in its place; nothing if nobody asked."""
+    """The logprob of each token and of the likeliest ones at its position; empty if logprobs were not requested."""
     if logprobs is None:
         return {}
 

@@ -56,7 +56,7 @@ async def generate(request: Request) -> Response:
         return loaded(context, body, {"response": ""})
     system = [{"role": "system", "content": body.system}] if body.system else []
     if body.images and body.raw:
-        raise Invalid("images are for the model's template: not with raw", param="images")
+        raise Invalid("images need the model's template: leave raw out", param="images")
     content = with_images(body.prompt, body.images, "images") if body.images else body.prompt
     chat = translated(context, body, [*system, {"role": "user", "content": content}], [])
     return await answer(context, request, body, chat, body.prompt if body.raw else None)

@@ -34,7 +34,7 @@ def check_beams(request: GenerateRequest, width: int) -> None:
     """Raises Invalid for a search that can't be done."""
     params = request.params
     if request.constraint is not None:
-        raise Invalid(f"{request.constraint.param} is not available with use_beam_search", param=request.constraint.param)
+        raise Invalid(f"{request.constraint.param} is not available with use_beam_search: leave it out", param=request.constraint.param)
     for each in PARAMETERS:
         if each.name not in USED and each.of(params) != each.default:
             raise Invalid(f"{each.name} is not available with use_beam_search: leave it out", param=each.name)
@@ -75,7 +75,7 @@ async def search_prompt(context: GatewayContext, request: GenerateRequest, optio
 def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str) -> None:
     """Raises Invalid for a search that takes too much."""
     if not num_prompt_tokens:
-        raise Invalid("the prompt is empty: it has no tokens", param=field)
+        raise Invalid("the prompt is empty: give at least one token", param=field)
     if room < 1:
         reason = f"the prompt has {num_prompt_tokens} tokens; this model takes {num_prompt_tokens + room} in all"
         raise Invalid(f"{reason}: shorten it", param=field, code="context_length_exceeded")

@@ -143,7 +143,7 @@ async def input_items(
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise Invalid(f"no item {after!r} in the input", param="after")
+            raise Invalid(f"no item {after!r} in the input: give the id of one that it has, or leave after out", param="after")
         items = items[places[0] + 1 :]
     page = items[:limit]
     return {

@@ -116,7 +116,7 @@ class GenerateBody(Body):
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
         self._check_choices()
         if given_values(self).get("allowed_token_ids") == []:
-            raise Invalid("allowed_token_ids is empty: then no token is allowed", param="allowed_token_ids")
+            raise Invalid("allowed_token_ids is empty, so no token is allowed: name some, or leave it out", param="allowed_token_ids")
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -194,7 +194,7 @@ class GenerateBody(Body):
     def _check_choices(self) -> None:
         """Raises Invalid where n, best_of, streams and beams don't go together."""
         if self.best_of is not None and self.best_of < self.n:
-            raise Invalid(f"best_of must be at least n, {self.n}, got {self.best_of}", param="best_of")
+            raise Invalid(f"best_of must be at least n, which is {self.n}, got {self.best_of}", param="best_of")
         if self.stream and self.use_beam_search:
             raise Invalid("a beam search can't be streamed: its answer is not known before its end", param="stream")
         if self.stream and self.num_sequences > self.n:
@@ -264,13 +264,13 @@ class ChatCompletionBody(GenerateBody):
         if self.chat_template is not None and not may_bring_template:
             raise no_template()
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            raise Invalid("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
+            raise Invalid("continue_final_message and add_generation_prompt exclude each other: set one of them to false", param="continue_final_message")
         kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort or None, "verbosity": self.verbosity or None}
         if self.reasoning_effort == "none" or begins_with_call:
             kwargs |= {"enable_thinking": False, "thinking": False}
         kwargs |= self.chat_template_kwargs or {}
         if reserved := next((name for name in kwargs if name in OF_CONVERSATIONS), None):
-            raise Invalid(f"chat_template_kwargs can't set {reserved}", param=f"chat_template_kwargs.{reserved}")
+            raise Invalid(f"chat_template_kwargs can't set {reserved}: leave it out", param=f"chat_template_kwargs.{reserved}")
         packed = orjson.dumps({name: value for name, value in kwargs.items() if value is not None or name in (self.chat_template_kwargs or {})}).decode()
         if len(packed) > MAX_TEMPLATE_KWARGS:
             raise Invalid(f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {len(packed)}", param="chat_template_kwargs")
@@ -314,9 +314,9 @@ class ChatCompletionBody(GenerateBody):
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
             raise Invalid("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         if self.use_beam_search and self.calling().mode != "none":
-            raise Invalid("tools is not available with use_beam_search", param="tools")
+            raise Invalid("tools is not available with use_beam_search: leave it out", param="tools")
         if self.top_logprobs is not None and not self.logprobs:
-            raise Invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise Invalid("top_logprobs is for logprobs: set logprobs to true", param="top_logprobs")
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if max_tokens == 0 and self.n_predict != 0:  # which asks for the prompt to be cached
             raise Invalid("max_tokens must be at least 1, got 0", param="max_tokens")

@@ -32,7 +32,7 @@ CALLS = {
     "custom": ("ctc", "custom_tool_call", "input", "custom_tool_call_input"),
 }
 
-FRAGMENT_BYTES = 96  # that one takes beside its own
+FRAGMENT_BYTES = 96  # that one takes in addition to its own
 
 
 def compact(value: Any) -> bytes:
@@ -140,7 +140,7 @@ class ResponseEvents:
         return [*events, self._end("failed", usage)]
 
     def interrupted(self, error: RequestError) -> list[Json]:
-        """Numbered as the last event that was sent: whoever resumes after it misses nothing."""
+        """Numbered as the last event that was sent: a client that resumes after it misses nothing."""
         message, last = error.message, max(self._number - 1, self.after)
         if error.code in ("gateway_draining", "too_many_streams"):
             reason = "the gateway is shutting down" if error.code == "gateway_draining" else message

@@ -32,7 +32,7 @@ class ResponseStreamOptions(Body):
 
 
 class TextOptions(Body):
-    format: dict[str, Any] | None = Field(None, description="of type text, json_object, or json_schema with name, schema and strict beside it")
+    format: dict[str, Any] | None = Field(None, description="of type text, json_object, or json_schema with name, schema and strict in the same object")
     verbosity: str | None = Field(None, description="for the template")
 
 
@@ -58,7 +58,7 @@ class ResponseBody(Body):
         None, description=f"up to {MAX_METADATA} pairs of texts, repeated in the response"
     )
     store: bool = Field(True, description="false: what was asked is not kept, so no response can follow this one")
-    background: bool = Field(False, description="answer at once, and go on whether or not anybody reads; needs store")
+    background: bool = Field(False, description="answer at once, and go on whether or not a client reads; needs store")
     previous_response_id: str | None = Field(None, max_length=MAX_ID, description="go on with that response's conversation")
     stream: bool = Field(False, description="send the response as it comes, as typed events")
     stream_options: ResponseStreamOptions | None = Field(None, description="see ResponseStreamOptions")

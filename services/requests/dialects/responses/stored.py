@@ -41,7 +41,7 @@ LONG_BYTES = 256 << 10
 MAX_LINKS = 10_000  # from a response to the one that keeps its items
 PAGE = 256  # entries of a log at a time: decoding more would stall other streams
 SLICE = 32  # events, after which others have their turn
-DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
+DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: the stage that is about to acknowledge its request must find the end
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
 
 
@@ -97,7 +97,7 @@ class Store:
         return record, await decode(packed)
 
     async def items(self, stored: StoredResponse) -> list[Json]:
-        """The whole conversation that the model was given. Raises Invalid (404) if whoever keeps it is gone."""
+        """The whole conversation that the model was given. Raises Invalid (404) if the response that keeps it is gone."""
         found = stored
         for _ in range(MAX_LINKS):
             if not found.holder:
@@ -113,7 +113,7 @@ class Store:
         return None if packed is None else bytes(packed)
 
     async def hand_over(self, record: ResponseRecord, stored: StoredResponse) -> None:
-        """Have the response before this one, with which somebody goes on, name this one for its items: else each turn would keep all before it."""
+        """Have the response before this one, which this one continues, name this one for its items: else each turn would keep all before it."""
         before = stored.asked.get("previous_response_id")
         if stored.holder or not before or (packed := await self._get(before)) is None:
             return
@@ -314,7 +314,7 @@ class Store:
         return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:
-        """End the response as cancelled, now: its log says so before anybody is told. What has
+        """End the response as cancelled, now: its log says so before any reader is told. What has
         ended stays as it is."""
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -336,7 +336,7 @@ class Store:
                 for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
                     pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()
-        self.replays.forget(record.response_id)  # now: its end has come, and whoever follows it has kept it
+        self.replays.forget(record.response_id)  # now: its end has come, and its followers have kept it
 
 
 def place(entry_id: bytes) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 namespaces, which are groups of both.
 
 In the chat a tool of a namespace has one name, made of both: the template and the model know no
-groups. What it was is found again in the request's tools, which a stored response keeps: so whoever
-reads the log makes the same items.
+groups. The tool is found again in the request's tools, which a stored response keeps: so every reader
+of the log makes the same items.
 """
 
 import hashlib

@@ -258,9 +258,9 @@ def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
 
 
 def fingerprint_field(choices: list[Choice]) -> dict[str, Any]:
-    """The head's field where its tokens say who made them: several fingerprints, joined by +, where
-    a replica of another went on. That is no replica's own, so nobody takes the answer for one that
-    can be had again."""
+    """The head's field where its tokens say who made them: several fingerprints, joined by +, if
+    replicas with different ones computed it. The joined name is no replica's, so the answer does not
+    look like one that can be reproduced."""
     found = dict.fromkeys(each for choice in choices for each in choice.fingerprints)
     return {"system_fingerprint": "+".join(found)} if found else {}
 

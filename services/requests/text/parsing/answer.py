@@ -36,8 +36,8 @@ WITH_SPECIAL_TOKENS = ("mistral", "gemma4", HARMONY)  # of REASONING
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers of a request are parsed; a part of its record, so that whoever resumes it
-    parses alike."""
+    """How the answers of a request are parsed; a part of its record, so that a gateway that
+    resumes it parses alike."""
 
     reasoning: str = ""  # of REASONING; empty: not at all
     tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all

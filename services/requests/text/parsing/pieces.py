@@ -59,8 +59,8 @@ def may_begin(text: str, markers: Sequence[str]) -> bool:
 
 
 class Prose:
-    """Content around calls. White space that ends it is held back, for between prose and a call it
-    is nobody's."""
+    """Content around calls. White space at its end is held back: between content and a call it is part
+    of neither."""
 
     def __init__(self) -> None:
         self._space = ""
