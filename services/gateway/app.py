@@ -199,8 +199,8 @@ async def health(request: Request) -> JSONResponse:
     computes = [each for cell in cells.contexts for each in seen_in(cell.cell, cell.stage, is_home=cell is context) if each.stage == "compute"]
     steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
-    told = await warnings(context, num_batches)
-    body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}
+    notes = await warnings(context, num_batches)
+    body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": notes, "reader": reader, "compute": steps}
     return JSONResponse(body, 200 if not problems else 503)
 
 

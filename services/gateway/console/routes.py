@@ -55,12 +55,12 @@ async def read_replica_id(request: Request) -> str:
     """Raises Invalid."""
     body = await request.body()
     try:
-        said = orjson.loads(body) if len(body) <= MAX_BODY else None
+        value = orjson.loads(body) if len(body) <= MAX_BODY else None
     except orjson.JSONDecodeError:
-        said = None
-    if not isinstance(said, dict) or not isinstance(said.get("replica_id"), str):
+        value = None
+    if not isinstance(value, dict) or not isinstance(value.get("replica_id"), str):
         raise Invalid('the body must be {"replica_id": …}', param="replica_id")
-    replica_id: str = said["replica_id"]
+    replica_id: str = value["replica_id"]
     return replica_id
 
 

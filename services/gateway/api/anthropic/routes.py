@@ -207,8 +207,8 @@ def result_of(line: Json) -> Json:
     if response["status_code"] == 200:
         return {"custom_id": line["custom_id"], "result": {"type": "succeeded", "message": response["body"]}}
     failure = response["body"]["error"]
-    told = error_of(response["status_code"], failure["message"], failure.get("code")) | {"request_id": response["request_id"]}
-    return {"custom_id": line["custom_id"], "result": {"type": "errored", "error": told}}
+    error_fields = error_of(response["status_code"], failure["message"], failure.get("code")) | {"request_id": response["request_id"]}
+    return {"custom_id": line["custom_id"], "result": {"type": "errored", "error": error_fields}}
 
 
 def describe(batch: Batch) -> Json:

@@ -72,8 +72,8 @@ class CustomTool(Body):
     @property
     def function(self) -> Function:
         grammar = self.custom.format.grammar if self.custom.format is not None else None
-        told = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar is not None else None
-        description = "\n\n".join(text for text in (self.custom.description, told) if text) or None
+        hint = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar is not None else None
+        description = "\n\n".join(text for text in (self.custom.description, hint) if text) or None
         return Function(name=self.custom.name, description=description, parameters=TAKES_TEXT)
 
 

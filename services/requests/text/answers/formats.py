@@ -202,8 +202,8 @@ class CompletionFormat:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        told = errors_field([choice]) if delta.finish_reason is not None else {}
-        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | told]
+        schema_errors = errors_field([choice]) if delta.finish_reason is not None else {}
+        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | schema_errors]
 
     def end(self, choice: Choice) -> dict[str, Any]:
         own = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}

@@ -71,9 +71,9 @@ class Prose:
             text = text.lstrip()
             self._is_after_call = not text
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        return [Piece("content", said)] if said else []
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        return [Piece("content", content)] if content else []
 
     def call(self) -> None:
         """A call begins here."""
