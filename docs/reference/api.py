@@ -32,7 +32,15 @@ LARGE = 1e6  # bounds from here on are beyond any model
 def page() -> str:
     app = FastAPI()
     add_routes(app)
-    parts = ["# Fields of the API\n\n", HEAD, paragraph(INTRODUCTION), "\n", paragraph(FATES), "\n## Endpoints\n\n", paths_of(app)]
+    parts = [
+        "# Fields of the API\n\n",
+        HEAD,
+        paragraph(INTRODUCTION),
+        "\n",
+        paragraph(FATES),
+        "\n## Endpoints\n\n",
+        paths_of(app),
+    ]
     shown: set[type[Body]] = set()
     for body in BODIES:
         for each in (body, *inner_bodies(body)):

@@ -28,7 +28,14 @@ from shared.wire.replica import Replica
 
 
 async def prepare(
-    context: RequestContext, intent: Intent, kind: str, gateway_id: str | None, *, name: str = "", key: str = "", **others: Any
+    context: RequestContext,
+    intent: Intent,
+    kind: str,
+    gateway_id: str | None,
+    *,
+    name: str = "",
+    key: str = "",
+    **others: Any,
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """Make the record and the requests of a response, whichever API asks for it. Raises Invalid,
     Rejected, and what RequestContext.while_wanted raises.
@@ -92,7 +99,10 @@ def check(context: RequestContext, intent: Intent) -> str:
     """The served model that the intent names. Raises Rejected, and Invalid for what is not
     available here."""
     if intent.suffix:
-        raise Invalid("suffix is not available in batches: give a prompt with the model's own tokens for infilling", param="suffix")
+        raise Invalid(
+            "suffix is not available in batches: give a prompt with the model's own tokens for infilling",
+            param="suffix",
+        )
     check_priority(context, intent.requests[0].scheduling.priority)
     model = context.resolve(intent.model)
     if intent.requests[0].chat.chat_template and not context.settings.trust_request_chat_template:
@@ -163,7 +173,11 @@ async def messages_for(context: RequestContext, messages: Sequence[Message], mod
     if seen is None:
         return tuple(message.to_wire() for message in messages), {}
     if not sees(context, model):
-        raise Invalid(f"the model {model} reads text only: images can't be understood", param=f"messages[{seen}].content", code="model_not_supported")
+        raise Invalid(
+            f"the model {model} reads text only: images can't be understood",
+            param=f"messages[{seen}].content",
+            code="model_not_supported",
+        )
     await context.admission.charge_request(context.caller)
     return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
 

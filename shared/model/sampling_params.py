@@ -118,7 +118,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise Invalid(f"min_tokens must be between 0 and max_tokens, {self.max_tokens}, got {self.min_tokens}", param="min_tokens")
+            raise Invalid(
+                f"min_tokens must be between 0 and max_tokens, {self.max_tokens}, got {self.min_tokens}",
+                param="min_tokens",
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -206,7 +209,8 @@ class Parameter:
         if isinstance(value, tuple | dict):
             self._check_items(value)
         elif self.bounds is not None:
-            if self.name in ("logprobs", "prompt_logprobs") and value == -1:  # vLLM's word for all, off by default there
+            # vLLM's word for all of them, which its servers refuse by default
+            if self.name in ("logprobs", "prompt_logprobs") and value == -1:
                 reason = f"{self.name} -1, the whole vocabulary, is not available: at most {MAX_LOGPROBS} of each token"
                 raise Invalid(reason, param=self.name)
             self._check_bounds(value)
@@ -231,7 +235,10 @@ class Parameter:
                 self._check_bounds(value)
 
 
-GROUPS: dict[str, type[Any]] = {"dry": DryParams, "chain": ChainParams}  # fields of SamplingParams with parameters of their own
+GROUPS: dict[str, type[Any]] = {
+    "dry": DryParams,
+    "chain": ChainParams,
+}  # fields of SamplingParams with parameters of their own
 
 PARAMETERS = (
     Parameter(
@@ -260,7 +267,12 @@ PARAMETERS = (
         llamacpp="temperature",
         ollama="temperature",
         clamped=(0.0, math.inf),
-        control=PlaygroundField("Sampling", "Temperature", "Higher varies more; 0 always takes the likeliest token", (0, 2, 0.05)),
+        control=PlaygroundField(
+            "Sampling",
+            "Temperature",
+            "Higher varies more; 0 always takes the likeliest token",
+            (0, 2, 0.05),
+        ),
     ),
     Parameter(
         name="top_p",
@@ -271,7 +283,12 @@ PARAMETERS = (
         llamacpp="top_p",
         ollama="top_p",
         clamped=(0.0, 1.0),
-        control=PlaygroundField("Sampling", "Top share", "Draw from the likeliest tokens that together reach this share", (0.01, 1, 0.01)),
+        control=PlaygroundField(
+            "Sampling",
+            "Top share",
+            "Draw from the likeliest tokens that together reach this share",
+            (0.01, 1, 0.01),
+        ),
     ),
     Parameter(
         name="top_k",
@@ -283,7 +300,12 @@ PARAMETERS = (
         llamacpp="top_k",
         ollama="top_k",
         clamped=(0, math.inf),
-        control=PlaygroundField("Sampling", "Top tokens", "Draw from so many of the likeliest tokens; 0: from all", (0, 200, 1)),
+        control=PlaygroundField(
+            "Sampling",
+            "Top tokens",
+            "Draw from so many of the likeliest tokens; 0: from all",
+            (0, 200, 1),
+        ),
     ),
     Parameter(
         name="min_p",
@@ -336,7 +358,12 @@ PARAMETERS = (
         responses="frequency_penalty",
         llamacpp="frequency_penalty",
         ollama="frequency_penalty",
-        control=PlaygroundField("Penalties and bias", "Frequency", "Against a token, for each time that the answer has it", (-2, 2, 0.05)),
+        control=PlaygroundField(
+            "Penalties and bias",
+            "Frequency",
+            "Against a token, for each time that the answer has it",
+            (-2, 2, 0.05),
+        ),
     ),
     Parameter(
         name="presence_penalty",
@@ -345,7 +372,12 @@ PARAMETERS = (
         responses="presence_penalty",
         llamacpp="presence_penalty",
         ollama="presence_penalty",
-        control=PlaygroundField("Penalties and bias", "Presence", "Against every token that the answer has", (-2, 2, 0.05)),
+        control=PlaygroundField(
+            "Penalties and bias",
+            "Presence",
+            "Against every token that the answer has",
+            (-2, 2, 0.05),
+        ),
     ),
     Parameter(
         name="repetition_penalty",
@@ -355,7 +387,12 @@ PARAMETERS = (
         responses="repetition_penalty",
         llamacpp="repeat_penalty",
         ollama="repeat_penalty",
-        control=PlaygroundField("Penalties and bias", "Repetition", "Against tokens of the prompt, too; 1: off", (0.5, 2, 0.01)),
+        control=PlaygroundField(
+            "Penalties and bias",
+            "Repetition",
+            "Against tokens of the prompt, too; 1: off",
+            (0.5, 2, 0.01),
+        ),
     ),
     Parameter(
         name="logit_bias",
@@ -407,7 +444,12 @@ PARAMETERS = (
         bounds=(0.0, 1000.0),
         off=(-math.inf, 0.0),
         llamacpp="top_n_sigma",
-        control=PlaygroundField("llama.cpp's samplers", "Top deviations", "Within so many standard deviations of the likeliest; 0: off", (0, 5, 0.1)),
+        control=PlaygroundField(
+            "llama.cpp's samplers",
+            "Top deviations",
+            "Within so many standard deviations of the likeliest; 0: off",
+            (0, 5, 0.1),
+        ),
     ),
     Parameter(
         name="typical_p",
@@ -425,7 +467,12 @@ PARAMETERS = (
         description="how often, of the tokens above xtc_threshold, only the least likely stays; 0: off",
         bounds=(0.0, 1.0),
         llamacpp="xtc_probability",
-        control=PlaygroundField("llama.cpp's samplers", "XTC chance", "How often the likeliest tokens are left out; 0: off", (0, 1, 0.05)),
+        control=PlaygroundField(
+            "llama.cpp's samplers",
+            "XTC chance",
+            "How often the likeliest tokens are left out; 0: off",
+            (0, 1, 0.05),
+        ),
     ),
     Parameter(
         name="xtc_threshold",
@@ -528,6 +575,7 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**own, **{name: group for name, group in made.items() if group.is_on}, **given)
 
 
+# The declared fields of each dataclass
 _DECLARED = {owner: [(each.field_name, each) for each in PARAMETERS if each.owner is owner] for owner in (SamplingParams, *GROUPS.values())}
 
 

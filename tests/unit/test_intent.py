@@ -46,22 +46,47 @@ def test_the_same_conversation_is_the_same_intent(intent_of: Callable[..., Inten
 
 
 def test_each_prompt_is_a_draft() -> None:
-    made = of_completion(prompt=[[1, 2], [3]], n=2, max_tokens=4, stream=True, stream_options={"include_usage": True, "resume_within_s": 5})
+    made = of_completion(
+        prompt=[[1, 2], [3]],
+        n=2,
+        max_tokens=4,
+        stream=True,
+        stream_options={"include_usage": True, "resume_within_s": 5},
+    )
     assert [np.asarray(each.prompt_token_ids).tolist() for each in made.requests] == [[1, 2], [3]]
-    assert (made.record.num_prompts, made.record.n, made.record.has_usage, made.record.resume_within_s) == (2, 2, True, 5.0)
+    assert (made.record.num_prompts, made.record.n, made.record.has_usage, made.record.resume_within_s) == (
+        2,
+        2,
+        True,
+        5.0,
+    )
     assert made.beams is None and made.chat is None and made.stream
 
 
 def test_the_best_are_chosen_and_beams_are_searched() -> None:
     best = of_completion(n=2, best_of=5)
-    assert (best.record.n, best.record.num_best, best.record.hides_logprobs, best.requests[0].params.logprobs) == (5, 2, True, 0)
+    assert (best.record.n, best.record.num_best, best.record.hides_logprobs, best.requests[0].params.logprobs) == (
+        5,
+        2,
+        True,
+        0,
+    )
     beams = of_completion(n=2, best_of=5, use_beam_search=True, early_stopping=True)
-    assert (beams.record.n, beams.record.num_best, beams.num_answers, beams.beams) == (1, None, 2, BeamOptions(5, 1.0, True))
+    assert (beams.record.n, beams.record.num_best, beams.num_answers, beams.beams) == (
+        1,
+        None,
+        2,
+        BeamOptions(5, 1.0, True),
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"prompt": ["x"] * 65, "n": 2}, "n"), ({"use_beam_search": True, "echo": True}, "echo"), ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens")],
+    [
+        ({"prompt": ["x"] * 65, "n": 2}, "n"),
+        ({"use_beam_search": True, "echo": True}, "echo"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
 )
 def test_a_body_that_can_t_be_done_is_no_intent(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(Invalid) as refused:

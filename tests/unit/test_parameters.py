@@ -123,7 +123,9 @@ def test_every_field_that_clients_give_is_declared() -> None:
 
 
 @pytest.mark.parametrize("body", [ChatCompletionBody, CompletionBody, MessagesBody, ResponseBody, LlamaCompletionBody])
-def test_every_api_has_its_parameters(body: type[ChatCompletionBody | CompletionBody | MessagesBody | ResponseBody | LlamaCompletionBody]) -> None:
+def test_every_api_has_its_parameters(
+    body: type[ChatCompletionBody | CompletionBody | MessagesBody | ResponseBody | LlamaCompletionBody],
+) -> None:
     assert body.sampling_parameters.keys() <= body.model_fields.keys()
     assert all(each.value_type in TYPES for each in PARAMETERS)
 

@@ -69,7 +69,8 @@ def given_values(body: Body) -> dict[str, Any]:
 
 
 def params_of(body: Body, **own: Any) -> SamplingParams:
-    """The checked params of a body of OpenAI's API. own: fields whose values are not the body's; None: the default. Raises Invalid."""
+    """The checked params of a body of OpenAI's API. own: values that are not the body's; None: the
+    default. Raises Invalid."""
     values = {each.name: _as_param(each, getattr(body, name)) for name, each in body.sampling_parameters.items() if name not in own}
     return make_params(values | own)
 

@@ -39,7 +39,14 @@ async def chat_completions(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer: as llama.cpp has it."""
     context, body = await context_of(request).read(request, ChatCompletionBody)
-    return await count_tokens(context, request, body, "chat.completion", {}, lambda number: {"object": "response.input_tokens", "input_tokens": number})
+    return await count_tokens(
+        context,
+        request,
+        body,
+        "chat.completion",
+        {},
+        lambda number: {"object": "response.input_tokens", "input_tokens": number},
+    )
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
@@ -62,7 +69,12 @@ async def resume_stream(response_id: str, request: Request, last_event_id: str |
     context = context_of(request)
     async with context.reading.place(context.caller):
         generation = await context.pipeline.resume(context.tenant, response_id, last_event_id, KINDS)
-    return await Responder(generation, ResponseMeter(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
+    return await Responder(
+        generation,
+        ResponseMeter(context.metrics, is_resumed=True),
+        context.settings.ping_interval_s,
+        has_positions=True,
+    ).stream()
 
 
 async def respond(context: GatewayContext, intent: Intent, request: Request, kind: str) -> Response:

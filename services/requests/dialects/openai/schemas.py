@@ -12,12 +12,31 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
-from services.requests.bodies.fields import MAX_NAME, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
+from services.requests.bodies.fields import (
+    MAX_NAME,
+    MAX_SEQUENCES,
+    PROMPT_SCHEMA,
+    Prompt,
+    at,
+    at_most,
+    read_prompt,
+    read_stop,
+)
 from services.requests.bodies.parameters import given_values, params_of, takes_parameters
 from services.requests.dialects.openai.constrain import StructuredOutputs, constraint_of
 from services.requests.dialects.openai.intent import BeamOptions, ChatIntent, Intent
 from services.requests.dialects.openai.messages import Message, Prediction
-from services.requests.dialects.openai.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, resolve_calling
+from services.requests.dialects.openai.tools import (
+    MAX_TOOLS,
+    Calling,
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    Tools,
+    resolve_calling,
+)
 from services.requests.store.modules.schemas import UsedModules
 from services.requests.store.record import ResponseRecord
 from shared.model.constraint import Constraint
@@ -47,7 +66,10 @@ class StreamOptions(Body):
     include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
     include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
     resume_within_s: float = Field(
-        0.0, ge=0, le=MAX_RESUME_S, description="seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled"
+        0.0,
+        ge=0,
+        le=MAX_RESUME_S,
+        description="seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled",
     )
 
 
@@ -72,9 +94,15 @@ class GenerateBody(Body):
     grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
     json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's name of structured_outputs.json")
     best_of: int | None = Field(
-        None, ge=1, le=MAX_SEQUENCES, description="sequences to draw, the n likeliest of which are answers; of a beam search, its width"
+        None,
+        ge=1,
+        le=MAX_SEQUENCES,
+        description="sequences to draw, the n likeliest of which are answers; of a beam search, its width",
     )
-    use_beam_search: bool = Field(False, description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream")
+    use_beam_search: bool = Field(
+        False,
+        description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream",
+    )
     length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="for a beam search: scores are divided by length to this power")
     early_stopping: bool | Literal["never"] | None = Field(None, description="for a beam search: when to stop looking for answers, as in transformers")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many tokens; -1: as many as fit")
@@ -85,7 +113,10 @@ class GenerateBody(Body):
     prompt_logprobs: int | None = Field(None, description=parameter("prompt_logprobs").description)
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(
-        None, gt=0, le=MAX_DEADLINE_S, description="seconds within which the request must begin; else it fails with deadline_exceeded"
+        None,
+        gt=0,
+        le=MAX_DEADLINE_S,
+        description="seconds within which the request must begin; else it fails with deadline_exceeded",
     )
     timings_per_token: bool = Field(False, description="llama.cpp's: the answer and each chunk have timings; not of batches")
     cache_salt: str = Field("", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes")
@@ -116,7 +147,10 @@ class GenerateBody(Body):
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
         self._check_choices()
         if given_values(self).get("allowed_token_ids") == []:
-            raise Invalid("allowed_token_ids is empty, so no token is allowed: name some, or leave it out", param="allowed_token_ids")
+            raise Invalid(
+                "allowed_token_ids is empty, so no token is allowed: name some, or leave it out",
+                param="allowed_token_ids",
+            )
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -130,7 +164,14 @@ class GenerateBody(Body):
             returns_prompt_token_ids=self.return_token_ids,
         )
 
-    def _intent(self, requests: Sequence[GenerateRequest], constraint: Constraint | None, *, has_logprobs: bool, **of_record: Any) -> Intent:
+    def _intent(
+        self,
+        requests: Sequence[GenerateRequest],
+        constraint: Constraint | None,
+        *,
+        has_logprobs: bool,
+        **of_record: Any,
+    ) -> Intent:
         """The intent, without the parts that only a chat or a completion has. of_record: more of the
         record's fields."""
         options = self.stream_options or StreamOptions()
@@ -221,8 +262,15 @@ def description_of(name: str) -> str:
 class ChatCompletionBody(GenerateBody):
     neutral = OF_CHATS
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message")]
-    echo: bool = Field(False, description="the answer begins with the last message, if that is the assistant's, as with continue_final_message")
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message"),
+    ]
+    echo: bool = Field(
+        False,
+        description="the answer begins with the last message, if that is the assistant's, as with continue_final_message",
+    )
     max_completion_tokens: int | None = Field(None, ge=-2, description="max_tokens by its newer name")
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
     top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
@@ -233,7 +281,11 @@ class ChatCompletionBody(GenerateBody):
     function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
     prediction: Prediction | None = Field(None, description="the answer as it is expected, such as a file with changes: what holds of it comes faster")
     include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
-    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{0,16}$", description="a variable of the template; none also sets enable_thinking to false")
+    reasoning_effort: str | None = Field(
+        None,
+        pattern=r"^[a-z]{0,16}$",
+        description="a variable of the template; none also sets enable_thinking to false",
+    )
     verbosity: str | None = Field(None, pattern=r"^[a-z]{0,16}$", description="a variable of the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
@@ -264,8 +316,14 @@ class ChatCompletionBody(GenerateBody):
         if self.chat_template is not None and not may_bring_template:
             raise no_template()
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            raise Invalid("continue_final_message and add_generation_prompt exclude each other: set one of them to false", param="continue_final_message")
-        kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort or None, "verbosity": self.verbosity or None}
+            raise Invalid(
+                "continue_final_message and add_generation_prompt exclude each other: set one of them to false",
+                param="continue_final_message",
+            )
+        kwargs: dict[str, Any] = {
+            "reasoning_effort": self.reasoning_effort or None,
+            "verbosity": self.verbosity or None,
+        }
         if self.reasoning_effort == "none" or begins_with_call:
             kwargs |= {"enable_thinking": False, "thinking": False}
         kwargs |= self.chat_template_kwargs or {}
@@ -273,7 +331,10 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid(f"chat_template_kwargs can't set {reserved}: leave it out", param=f"chat_template_kwargs.{reserved}")
         packed = orjson.dumps({name: value for name, value in kwargs.items() if value is not None or name in (self.chat_template_kwargs or {})}).decode()
         if len(packed) > MAX_TEMPLATE_KWARGS:
-            raise Invalid(f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {len(packed)}", param="chat_template_kwargs")
+            raise Invalid(
+                f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {len(packed)}",
+                param="chat_template_kwargs",
+            )
         return ChatOptions(
             calling.tools_json,
             orjson.dumps(self.documents).decode() if self.documents else "",
@@ -341,13 +402,19 @@ class CompletionBody(GenerateBody):
     neutral = OF_COMPLETIONS
 
     prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(description="a text, token ids, or lists of them")
-    suffix: str | None = Field(None, description="the text behind the gap that the answer fills, for models with tokens for infilling; not in batches")
+    suffix: str | None = Field(
+        None,
+        description="the text behind the gap that the answer fills, for models with tokens for infilling; not in batches",
+    )
     logprobs: int | None = Field(None, description="logprobs of each token, and of so many of the likeliest at each position")
     echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
 
     def params(self) -> SamplingParams:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise Invalid("max_tokens may be 0 only with echo or prompt_logprobs: else there is nothing to answer", param="max_tokens")
+            raise Invalid(
+                "max_tokens may be 0 only with echo or prompt_logprobs: else there is nothing to answer",
+                param="max_tokens",
+            )
         of_prompt = max((each for each in (self.prompt_logprobs, self.num_echo_logprobs) if each is not None), default=None)
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=of_prompt)
@@ -363,7 +430,12 @@ class CompletionBody(GenerateBody):
             raise Invalid("echo is not available with use_beam_search: leave it out", param="echo")
         draft = GenerateRequest("", None, "", self.params(), echo=self.echo)
         requests = [with_prompt(draft, prompt) for prompt in self.prompt]
-        made = self._intent(requests, self.constraint(), has_logprobs=self.logprobs is not None, num_echo_logprobs=self.num_echo_logprobs)
+        made = self._intent(
+            requests,
+            self.constraint(),
+            has_logprobs=self.logprobs is not None,
+            num_echo_logprobs=self.num_echo_logprobs,
+        )
         return replace(made, suffix=self.suffix or "")
 
 
