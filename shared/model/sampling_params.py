@@ -158,16 +158,13 @@ class Parameter:
     max_items: int = 0  # of a list or a map
     max_length: int = 0  # of each text in a list, in characters
     also: str = ""  # llama.cpp's name, where OpenAI's bodies take it, too
-    anthropic: str = ""  # its name in Anthropic's API; empty: not there
-    responses: str = ""
-    llamacpp: str = ""
-    ollama: str = ""  # in `options`
+    apis: Mapping[Api, str] = field(default_factory=dict)  # the other APIs that have it, and its name there
     clamped: tuple[float, float] | None = None  # llama.cpp and Ollama take other numbers as the nearest of these
     control: PlaygroundField | None = None
 
     def name_in(self, api: Api) -> str:
         """Its name in the API; empty if the API doesn't have it."""
-        return self.name if api == "openai" else getattr(self, api)
+        return self.name if api == "openai" else self.apis.get(api, "")
 
     @property
     def owner(self) -> type[Any]:
@@ -246,26 +243,20 @@ PARAMETERS = (
         description="longest answer; cut to what the prompt leaves of the model's length; -1 or -2: as many as fit",
         bounds=(0, MAX_TOKENS),
         also="n_predict",
-        anthropic="max_tokens",
-        responses="max_output_tokens",
-        llamacpp="n_predict",
-        ollama="num_predict",
+        apis={"anthropic": "max_tokens", "responses": "max_output_tokens", "llamacpp": "n_predict", "ollama": "num_predict"},
     ),
     Parameter(
         name="min_tokens",
         description="no end token before so many tokens",
         bounds=(0, MAX_TOKENS),
-        responses="min_tokens",
+        apis={"responses": "min_tokens"},
         control=PlaygroundField("Where it ends", "Shortest answer", "In tokens"),
     ),
     Parameter(
         name="temperature",
         description="below 0.001 the likeliest token is taken",
         bounds=(0.0, 100.0),
-        anthropic="temperature",
-        responses="temperature",
-        llamacpp="temperature",
-        ollama="temperature",
+        apis={"anthropic": "temperature", "responses": "temperature", "llamacpp": "temperature", "ollama": "temperature"},
         clamped=(0.0, math.inf),
         control=PlaygroundField(
             "Sampling",
@@ -278,10 +269,7 @@ PARAMETERS = (
         name="top_p",
         description="keep the likeliest tokens whose share reaches it; 0: the likeliest one",
         bounds=(0.0, 1.0),
-        anthropic="top_p",
-        responses="top_p",
-        llamacpp="top_p",
-        ollama="top_p",
+        apis={"anthropic": "top_p", "responses": "top_p", "llamacpp": "top_p", "ollama": "top_p"},
         clamped=(0.0, 1.0),
         control=PlaygroundField(
             "Sampling",
@@ -295,10 +283,7 @@ PARAMETERS = (
         description="keep so many of the likeliest tokens; 0 or -1: all",
         bounds=(0, MAX_TOKENS),
         off=(-1, -1),
-        anthropic="top_k",
-        responses="top_k",
-        llamacpp="top_k",
-        ollama="top_k",
+        apis={"anthropic": "top_k", "responses": "top_k", "llamacpp": "top_k", "ollama": "top_k"},
         clamped=(0, math.inf),
         control=PlaygroundField(
             "Sampling",
@@ -311,9 +296,7 @@ PARAMETERS = (
         name="min_p",
         description="keep tokens at least so likely, relative to the likeliest",
         bounds=(0.0, 1.0),
-        responses="min_p",
-        llamacpp="min_p",
-        ollama="min_p",
+        apis={"responses": "min_p", "llamacpp": "min_p", "ollama": "min_p"},
         clamped=(0.0, 1.0),
         control=PlaygroundField("Sampling", "Least likelihood", "Relative to the likeliest token", (0, 1, 0.01)),
     ),
@@ -321,43 +304,34 @@ PARAMETERS = (
         name="seed",
         description="the same request with the same seed gets the same answer; left out or -1: a random one is drawn",
         bounds=(0, SEEDS - 1),
-        anthropic="seed",
-        responses="seed",
-        llamacpp="seed",
-        ollama="seed",
+        apis={"anthropic": "seed", "responses": "seed", "llamacpp": "seed", "ollama": "seed"},
     ),
     Parameter(
         name="stop",
         description="texts that end the answer; empty ones end none",
         max_items=MAX_STOP_STRINGS,
         max_length=MAX_STOP_LENGTH,
-        anthropic="stop_sequences",
-        responses="stop",
-        llamacpp="stop",
-        ollama="stop",
+        apis={"anthropic": "stop_sequences", "responses": "stop", "llamacpp": "stop", "ollama": "stop"},
         control=PlaygroundField("Where it ends", "Stop at texts", "One a line"),
     ),
     Parameter(
         name="stop_token_ids",
         description="tokens that end the answer",
         max_items=MAX_STOP_TOKENS,
-        responses="stop_token_ids",
+        apis={"responses": "stop_token_ids"},
         control=PlaygroundField("Where it ends", "Stop at tokens", "[token ids]"),
     ),
     Parameter(
         name="ignore_eos",
         description="the model's end tokens do not end the answer",
-        responses="ignore_eos",
-        llamacpp="ignore_eos",
+        apis={"responses": "ignore_eos", "llamacpp": "ignore_eos"},
         control=PlaygroundField("Where it ends", "Never end by itself", "Go on after the model's own end"),
     ),
     Parameter(
         name="frequency_penalty",
         description="subtracted from a token's logit for each time that the output has it",
         bounds=(-2.0, 2.0),
-        responses="frequency_penalty",
-        llamacpp="frequency_penalty",
-        ollama="frequency_penalty",
+        apis={"responses": "frequency_penalty", "llamacpp": "frequency_penalty", "ollama": "frequency_penalty"},
         control=PlaygroundField(
             "Penalties and bias",
             "Frequency",
@@ -369,9 +343,7 @@ PARAMETERS = (
         name="presence_penalty",
         description="subtracted from a token's logit once the output has it",
         bounds=(-2.0, 2.0),
-        responses="presence_penalty",
-        llamacpp="presence_penalty",
-        ollama="presence_penalty",
+        apis={"responses": "presence_penalty", "llamacpp": "presence_penalty", "ollama": "presence_penalty"},
         control=PlaygroundField(
             "Penalties and bias",
             "Presence",
@@ -384,9 +356,7 @@ PARAMETERS = (
         description="divides logits of tokens that prompt or output have",
         bounds=(MIN_PENALTY, MAX_PENALTY),
         also="repeat_penalty",
-        responses="repetition_penalty",
-        llamacpp="repeat_penalty",
-        ollama="repeat_penalty",
+        apis={"responses": "repetition_penalty", "llamacpp": "repeat_penalty", "ollama": "repeat_penalty"},
         control=PlaygroundField(
             "Penalties and bias",
             "Repetition",
@@ -399,15 +369,14 @@ PARAMETERS = (
         description=f"added to the logits of up to {MAX_LOGIT_BIAS} tokens, by id",
         bounds=(-100.0, 100.0),
         max_items=MAX_LOGIT_BIAS,
-        responses="logit_bias",
-        llamacpp="logit_bias",
+        apis={"responses": "logit_bias", "llamacpp": "logit_bias"},
         control=PlaygroundField("Penalties and bias", "Bias of tokens", '{"token id": -100 to 100}'),
     ),
     Parameter(
         name="logprobs",
         description="logprobs of each token, and of so many of the likeliest at each position",
         bounds=(0, MAX_LOGPROBS),
-        llamacpp="n_probs",
+        apis={"llamacpp": "n_probs"},
     ),
     Parameter(
         name="prompt_logprobs",
@@ -443,7 +412,7 @@ PARAMETERS = (
         description="keep logits within so many standard deviations of the largest; 0 or below: off",
         bounds=(0.0, 1000.0),
         off=(-math.inf, 0.0),
-        llamacpp="top_n_sigma",
+        apis={"llamacpp": "top_n_sigma"},
         control=PlaygroundField(
             "llama.cpp's samplers",
             "Top deviations",
@@ -456,8 +425,7 @@ PARAMETERS = (
         path="chain.typical_p",
         description="keep tokens whose surprise is nearest to the entropy, up to this share; 1: off",
         bounds=(0.0, 1.0),
-        llamacpp="typical_p",
-        ollama="typical_p",
+        apis={"llamacpp": "typical_p", "ollama": "typical_p"},
         clamped=(0.0, 1.0),
         control=PlaygroundField("llama.cpp's samplers", "Typical share", "1: off", (0.01, 1, 0.01)),
     ),
@@ -466,7 +434,7 @@ PARAMETERS = (
         path="chain.xtc_probability",
         description="how often, of the tokens above xtc_threshold, only the least likely stays; 0: off",
         bounds=(0.0, 1.0),
-        llamacpp="xtc_probability",
+        apis={"llamacpp": "xtc_probability"},
         control=PlaygroundField(
             "llama.cpp's samplers",
             "XTC chance",
@@ -479,7 +447,7 @@ PARAMETERS = (
         path="chain.xtc_threshold",
         description="the probability from which xtc_probability takes tokens away; above 0.5: off",
         bounds=(0.0, 1.0),
-        llamacpp="xtc_threshold",
+        apis={"llamacpp": "xtc_threshold"},
         control=PlaygroundField("llama.cpp's samplers", "XTC threshold", slider=(0, 0.5, 0.01)),
     ),
     Parameter(
@@ -487,7 +455,7 @@ PARAMETERS = (
         path="chain.dynatemp_range",
         description="temperature varies by so much with the row's entropy; 0: off",
         bounds=(0.0, 100.0),
-        llamacpp="dynatemp_range",
+        apis={"llamacpp": "dynatemp_range"},
         control=PlaygroundField("llama.cpp's samplers", "Temperature range", "0: off", (0, 2, 0.05)),
     ),
     Parameter(
@@ -495,7 +463,7 @@ PARAMETERS = (
         path="chain.dynatemp_exponent",
         description="temperature = low + (high - low) * (entropy / largest entropy)^exponent",
         bounds=(0.0, 100.0),
-        llamacpp="dynatemp_exponent",
+        apis={"llamacpp": "dynatemp_exponent"},
         control=PlaygroundField("llama.cpp's samplers", "Temperature exponent", slider=(0, 4, 0.1)),
     ),
     Parameter(
@@ -503,7 +471,7 @@ PARAMETERS = (
         path="dry.multiplier",
         description="DRY: a repetition of L tokens costs a logit this much, times base^(L - allowed length); 0: off",
         bounds=(0.0, 100.0),
-        llamacpp="dry_multiplier",
+        apis={"llamacpp": "dry_multiplier"},
         control=PlaygroundField("Repeated phrases (DRY)", "Strength", "0: off", (0, 4, 0.05)),
     ),
     Parameter(
@@ -511,7 +479,7 @@ PARAMETERS = (
         path="dry.base",
         description="see dry_multiplier",
         bounds=(1.0, 100.0),
-        llamacpp="dry_base",
+        apis={"llamacpp": "dry_base"},
         control=PlaygroundField("Repeated phrases (DRY)", "Growth", "For each further token of a phrase", (1, 4, 0.05)),
     ),
     Parameter(
@@ -519,7 +487,7 @@ PARAMETERS = (
         path="dry.allowed_length",
         description="shorter repetitions cost nothing; longer ones count up to 256 tokens beyond it",
         bounds=(0, MAX_TOKENS),
-        llamacpp="dry_allowed_length",
+        apis={"llamacpp": "dry_allowed_length"},
         control=PlaygroundField("Repeated phrases (DRY)", "Allowed length", "Of a phrase, in tokens", (0, 20, 1)),
     ),
     Parameter(
@@ -527,7 +495,7 @@ PARAMETERS = (
         path="dry.penalty_last_n",
         description="number of tokens of prompt and output that are looked at; -1: all",
         bounds=(-1, MAX_TOKENS),
-        llamacpp="dry_penalty_last_n",
+        apis={"llamacpp": "dry_penalty_last_n"},
         control=PlaygroundField("Repeated phrases (DRY)", "Looks back", "So many tokens; -1: to the start"),
     ),
     Parameter(
@@ -536,7 +504,7 @@ PARAMETERS = (
         description="DRY: texts that end a repetition",
         max_items=MAX_BREAKERS,
         max_length=MAX_BREAKER_LENGTH,
-        llamacpp="dry_sequence_breakers",
+        apis={"llamacpp": "dry_sequence_breakers"},
         control=PlaygroundField("Repeated phrases (DRY)", "Phrases end at", '["\\n", ":"]', is_json=True),
     ),
 )
