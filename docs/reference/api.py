@@ -1,10 +1,10 @@
 """The page of the API's fields: each body that a client may send, as the gateway's schemas have it."""
 
+import math
 from typing import Any
 
 from fastapi import FastAPI
-from msgspec import NODEFAULT
-from msgspec.structs import fields as struct_fields
+from pydantic.fields import FieldInfo
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from docs.reference.settings import bounds
@@ -14,8 +14,8 @@ from services.gateway.http.docs import REF
 from services.requests.bodies.body import ANYTHING, Body
 from services.requests.dialects.llamacpp.schemas import DEFAULTS as LLAMA_DEFAULTS
 from services.requests.dialects.llamacpp.schemas import LlamaBody
-from services.requests.dialects.openai.schemas import GenerateBody
-from shared.model.sampling_params import BOUNDS, ChainParams, DryParams, SamplingParams
+from services.requests.dialects.openai.schemas import ChatCompletionBody
+from shared.model.sampling_params import Parameter
 
 INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
 left out, unless it is required. Where a model's makers say defaults for sampling, theirs go before those given here ([sampling](../use/sampling.md)),
@@ -27,19 +27,26 @@ answer, and are not supported: 400, `unknown_parameter`. All others are passed o
 
 JSON_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object"}
 LARGE = 1e6  # bounds from here on are beyond any model
-OFF = {"top_k": "from -1", "top_n_sigma": "to 1000"}  # an API's "off" is below the sampler's own bounds
 
 
 def page() -> str:
     app = FastAPI()
     add_routes(app)
-    parts = ["# Fields of the API\n\n", HEAD, paragraph(INTRODUCTION), "\n", paragraph(FATES), "\n## Endpoints\n\n", paths_of(app)]
-    told: set[type[Body]] = set()
+    parts = [
+        "# Fields of the API\n\n",
+        HEAD,
+        paragraph(INTRODUCTION),
+        "\n",
+        paragraph(FATES),
+        "\n## Endpoints\n\n",
+        paths_of(app),
+    ]
+    shown: set[type[Body]] = set()
     for body in BODIES:
         for each in (body, *inner_bodies(body)):
-            if each not in told:
+            if each not in shown:
                 parts += section(each)
-                told.add(each)
+                shown.add(each)
     return "".join(parts)
 
 
@@ -47,8 +54,8 @@ def paths_of(app: FastAPI) -> str:
     """Every route, with the body that it takes."""
     rows = []
     for path, methods in app.openapi()["paths"].items():
-        for method, said in methods.items():
-            content = said.get("requestBody", {}).get("content", {}).get("application/json", {})
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             schema = content.get("schema", {})
             bodies = [each["$ref"].removeprefix(REF.format(model="")) for each in schema.get("oneOf", [schema]) if "$ref" in each]
             rows.append([code(f"{method.upper()} {path}"), " or ".join(f"[{body}](#{body.lower()})" for body in bodies)])
@@ -56,29 +63,41 @@ def paths_of(app: FastAPI) -> str:
 
 
 def section(body: type[Body]) -> list[str]:
-    said = [f"\n## {body.__name__}\n\n"]
+    parts = [f"\n## {body.__name__}\n\n"]
     if "__doc__" in vars(body) and body.__doc__:
-        said += [paragraph(sentence(body.__doc__.strip())), "\n"]
-    said.append(table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields]))
+        parts += [paragraph(sentence(body.__doc__.strip())), "\n"]
+    parts.append(table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields]))
     others = {name: each for name, each in sorted(body.neutral.items()) if name not in body.model_fields}
     taken = [code(name) + values(each) for name, each in others.items() if each]
     refused = [code(name) for name, each in others.items() if each is not ANYTHING]
-    said += ["\n", paragraph(f"*Taken*: {', '.join(taken)}.")] if taken else []
-    said += ["\n", paragraph(f"*Refused*, with any other value: {', '.join(refused)}.")] if refused else []
-    return said
+    parts += ["\n", paragraph(f"*Taken*: {', '.join(taken)}.")] if taken else []
+    parts += ["\n", paragraph(f"*Refused*, with any other value: {', '.join(refused)}.")] if refused else []
+    return parts
 
 
 def row(body: type[Body], name: str) -> list[str]:
     field = body.model_fields[name]
-    default = "required" if field.is_required() else said_default(body, name, field.get_default(call_default_factory=True))
-    return [code(name), said_type(body, name), default, said_bounds(name, field.metadata), sentence(field.description or "")]
+    default = "required" if field.is_required() else default_text(body, name, field.get_default(call_default_factory=True))
+    return [code(name), type_text(body, name), default, bounds_text(body, name), sentence(field.description or "")]
 
 
-def said_default(body: type[Body], name: str, value: Any) -> str:
+def declared(body: type[Body], name: str) -> Parameter | None:
+    """The sampling parameter that a field is."""
+    also = (each for each in body.sampling_parameters.values() if each.also == name)
+    return body.sampling_parameters.get(name) or next(also, None)
+
+
+def of_chat(found: Parameter | None, name: str) -> FieldInfo:
+    """A chat's field of the same name, to which an API passes it on; without bounds if there is none."""
+    return ChatCompletionBody.model_fields.get(found.name if found is not None else name, FieldInfo())
+
+
+def default_text(body: type[Body], name: str, value: Any) -> str:
     """The schema's default; of a sampling parameter that the schema leaves open, its API's own, else the sampler's."""
-    if value is None:
+    found = declared(body, name)
+    if value is None and found is not None and name in body.sampling_parameters and found.name != "seed":
         own = LLAMA_DEFAULTS if issubclass(body, LlamaBody) else {}
-        value = own.get(name, sampling_defaults().get(name))
+        value = own.get(name, found.default)
     if value is None or value in ("", [], {}, ()):
         return ""
     if isinstance(value, tuple):
@@ -93,26 +112,23 @@ def spelled(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def sampling_defaults() -> dict[str, Any]:
-    found = {each.name: each.default for each in struct_fields(SamplingParams) if each.name != "seed"}
-    found |= {f"dry_{each.name}": each.default for each in struct_fields(DryParams)} | {"dry_multiplier": 0.0}
-    found |= {each.name: each.default for each in struct_fields(ChainParams)}
-    return {name: value for name, value in found.items() if value is not NODEFAULT}
+def bounds_text(body: type[Body], name: str) -> str:
+    """The schema's bounds; of a sampling parameter that the schema leaves open, the sampler's."""
+    found = declared(body, name)
+    metadata = body.model_fields[name].metadata or of_chat(found, name).metadata
+    is_flag = body.model_fields[name].annotation in (bool, bool | None)
+    if (own := bounds(metadata)) or found is None or found.accepted is None or is_flag:
+        return own
+    low, high = found.accepted
+    limits = [f"from {low:g}"] * (low > -math.inf) + [f"to {high:g}"] * (high < LARGE)
+    return " ".join(limits)
 
 
-def said_bounds(name: str, metadata: list[Any]) -> str:
-    if name in OFF:
-        return OFF[name]
-    if name in GenerateBody.model_fields and not metadata:  # an API that passes it on to the neutral body
-        metadata = GenerateBody.model_fields[name].metadata
-    if (said := bounds(metadata)) or name not in BOUNDS:
-        return said
-    low, high = BOUNDS[name]
-    return f"from {low:g} to {high:g}" if high < LARGE else f"from {low:g}"
-
-
-def said_type(body: type[Body], name: str) -> str:
+def type_text(body: type[Body], name: str) -> str:
     """JSON's name of the type, or the values that there are."""
+    found = declared(body, name)
+    if found is not None and body.model_fields[name].annotation is Any:  # an API that passes it on to a chat
+        body, name = ChatCompletionBody, found.name
     schema = body.model_json_schema(mode="validation")["properties"][name]
     return ", ".join(dict.fromkeys(names_of(schema)))
 

@@ -6,9 +6,8 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
-from services.gateway.telemetry.metrics import Metrics
+from services.gateway.telemetry.metrics import Metrics, TokenFigures
 from services.gateway.telemetry.pipeline_state import PipelineState
-from services.gateway.telemetry.token_figures import TokenFigures
 from services.requests.store.batches.figures import BatchFigures
 from shared.process.stage_settings import StageSettings
 from shared.wire.replica import Replica

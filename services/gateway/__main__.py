@@ -12,8 +12,8 @@ from redis.exceptions import RedisError
 
 from services.gateway.app import build_app
 from services.gateway.cells import Cells
-from services.gateway.console.watch import Watch
-from services.gateway.context import Context
+from services.gateway.console.watch import LiveView
+from services.gateway.context import GatewayContext
 from services.gateway.generation.canceller import Canceller
 from services.gateway.generation.generation import Pipeline
 from services.gateway.generation.places import MAX_FOLLOWERS, Reading
@@ -51,9 +51,9 @@ from shared.wire.stage import Stage, run_stage, start_logging
 from shared.wire.transport import is_temporary
 
 
-def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
+def build(settings: GatewaySettings, keys: KeyRing) -> Cells[GatewayContext]:
     """The gateway's objects: what all cells share, and each cell's own. Home's Redis must be there."""
-    places, cells = cells_of(settings), Cells[Context]()
+    places, cells = cells_of(settings), Cells[GatewayContext]()
     settings_of = {place.name: settings.model_copy(update={"redis_url": place.redis_url}) for place in places}
     stages = {HOME: Stage("gateway", settings)} | {place.name: stage_in(place, settings_of[place.name]) for place in places[1:]}
     stages[HOME].transport.wait_until_up(settings.redis_timeout_s)
@@ -74,7 +74,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Cells[Context]:
         admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, known, limits, "" if is_home else place.mark)
         subscriptions = Subscriptions(stage, client)
         stage.on_heartbeat = partial(announce, stage, metrics.load if is_home else Load, subscriptions, UnlikeReplicas())
-        cells.by_mark[place.mark] = Context(
+        cells.by_mark[place.mark] = GatewayContext(
             settings=own, stage=stage, client=client, admission=admission, cell=place.name, mark=place.mark if others else "",
             pipeline=Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client), answers),
             store=Store(client, connect(own, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, answers), **shared,
@@ -111,7 +111,7 @@ def main() -> None:
     raise_file_limit()
     cells = build(settings, keys)
     home = cells.home
-    watch = Watch(home.stage, home.client, home.pipeline.subscriptions, can_kill=settings.chaos_demo)
+    watch = LiveView(home.stage, home.client, home.pipeline.subscriptions, can_kill=settings.chaos_demo)
 
     def leave() -> None:
         for context in cells.contexts:

@@ -12,7 +12,6 @@ from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
-from services.gateway.api.anthropic.batches import router as anthropic_batches
 from services.gateway.api.anthropic.routes import router as anthropic
 from services.gateway.api.batches.routes import router as batches
 from services.gateway.api.files.routes import router as files
@@ -21,8 +20,6 @@ from services.gateway.api.models import router as models
 from services.gateway.api.ollama.embed import router as ollama_embeddings
 from services.gateway.api.ollama.routes import router as ollama
 from services.gateway.api.openai.embeddings import router as embeddings
-from services.gateway.api.openai.invocations import router as invocations
-from services.gateway.api.openai.render import router as render
 from services.gateway.api.openai.routes import router
 from services.gateway.api.openai.tokens import router as tokens_router
 from services.gateway.api.pooling.routes import router as pooling
@@ -32,8 +29,8 @@ from services.gateway.bodies import BODIES
 from services.gateway.cells import Cells
 from services.gateway.console.pages import add_playground
 from services.gateway.console.routes import router as live
-from services.gateway.console.watch import Watch
-from services.gateway.context import Context
+from services.gateway.console.watch import LiveView
+from services.gateway.context import GatewayContext
 from services.gateway.generation.canceller import LAST_TRY_S
 from services.gateway.generation.log_reader import LogReader
 from services.gateway.generation.subscriptions import exit_on_failure
@@ -41,8 +38,7 @@ from services.gateway.generation.unattended import Unattended
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
-from services.gateway.http.middleware import BodyLimit, CutOff, Head, Ignored, OneHost, RequestId, Slash
-from services.gateway.http.observed import Observed
+from services.gateway.http.middleware import BodyLimit, CutOff, HeadRequests, Ignored, Observed, OneHost, RequestId, Slash
 from services.gateway.http.origins import SameOrigin, let_in_by_default
 from services.gateway.telemetry.metrics import seen_in
 from services.requests.bodies.ignored import HEADER
@@ -58,7 +54,7 @@ LEAST_FREE_BYTES = 64 << 20  # for files
 
 
 @asynccontextmanager
-async def working(cells: Cells[Context], _: FastAPI) -> AsyncIterator[None]:
+async def working(cells: Cells[GatewayContext], _: FastAPI) -> AsyncIterator[None]:
     """The gateway's life: its helpers, and in each cell its tasks and its place in the registry, begun and ended."""
     shared = cells.home
     await shared.bodies.helpers.start()
@@ -74,7 +70,7 @@ async def working(cells: Cells[Context], _: FastAPI) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def working_in(context: Context, *, is_home: bool) -> AsyncIterator[None]:
+async def working_in(context: GatewayContext, *, is_home: bool) -> AsyncIterator[None]:
     """The gateway's life in one cell. It serves others while one that is not home is away."""
     pipeline = context.pipeline
     work = {
@@ -103,7 +99,7 @@ async def working_in(context: Context, *, is_home: bool) -> AsyncIterator[None]:
     await context.store.followers.aclose()
 
 
-def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
+def build_app(cells: Cells[GatewayContext], watch: LiveView) -> FastAPI:
     context = cells.home
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
     # users' browsers a CDN
@@ -114,7 +110,7 @@ def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
-    app.add_middleware(Head)
+    app.add_middleware(HeadRequests)
     app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
     by_default = let_in_by_default(context.settings, has_keys=not context.keys.is_open)
@@ -141,17 +137,14 @@ def build_app(cells: Cells[Context], watch: Watch) -> FastAPI:
 def add_routes(app: FastAPI) -> None:
     """Add every endpoint."""
     app.include_router(router)
-    app.include_router(render)
     app.include_router(models)
     app.include_router(embeddings)
-    app.include_router(invocations)
     app.include_router(pooling)
     app.include_router(responses)
     app.include_router(prompt_modules)
     app.include_router(files)
     app.include_router(batches)
     app.include_router(anthropic)
-    app.include_router(anthropic_batches)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
     app.include_router(llamacpp)
@@ -161,27 +154,25 @@ def add_routes(app: FastAPI) -> None:
     app.add_api_route("/health", health)
     app.add_api_route("/v1/health", health)
     app.add_api_route("/ready", ready)
-    app.add_api_route("/ping", ready)
-    app.add_api_route("/ping", ready, methods=["POST"])
     app.add_api_route("/metrics", metrics)
 
 
-def own_problems(context: Context) -> list[str]:
-    """Name what keeps this gateway from serving a cell: its reader's trouble, or the heartbeat's,
-    which writes and so notices a Redis that takes no writes."""
+def own_problems(context: GatewayContext) -> list[str]:
+    """The reasons why this gateway can't serve a cell: its reader's, or the heartbeat's, which writes
+    and so notices a Redis that takes no writes."""
     found = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
         found.append(f"redis can't serve: {context.stage.problem}")
     return found
 
 
-def by_cell(cells: Cells[Context], problems_of: Callable[[Context], list[str]]) -> list[str]:
+def by_cell(cells: Cells[GatewayContext], problems_of: Callable[[GatewayContext], list[str]]) -> list[str]:
     """The problems of all cells; where there are several, each says in which it is."""
     mark = "{cell}: {problem}" if len(cells.contexts) > 1 else "{problem}"
     return [mark.format(cell=context.cell, problem=problem) for context in cells.contexts for problem in problems_of(context)]
 
 
-async def warnings(context: Context, num_batches: int) -> list[str]:
+async def warnings(context: GatewayContext, num_batches: int) -> list[str]:
     """Warnings for the operator that keep no interactive request from being served: files, and
     workers of batches."""
     found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
@@ -200,7 +191,7 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
 async def health(request: Request) -> JSONResponse:
     """200 if Redis serves, this gateway reads its events, and every live compute replica has come
     round its loop lately: recent steps, not live sockets."""
-    cells: Cells[Context] = request.app.state.cells
+    cells: Cells[GatewayContext] = request.app.state.cells
     context = cells.home
     subscriptions = context.pipeline.subscriptions
     problems, num_batches = by_cell(cells, own_problems), 0
@@ -213,13 +204,13 @@ async def health(request: Request) -> JSONResponse:
     computes = [each for cell in cells.contexts for each in seen_in(cell.cell, cell.stage, is_home=cell is context) if each.stage == "compute"]
     steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
-    told = await warnings(context, num_batches)
-    body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}
+    notes = await warnings(context, num_batches)
+    body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": notes, "reader": reader, "compute": steps}
     return JSONResponse(body, 200 if not problems else 503)
 
 
-def cell_problems(context: Context) -> list[str]:
-    """Name what keeps a cell from serving, beside this gateway."""
+def cell_problems(context: GatewayContext) -> list[str]:
+    """The reasons why a cell can't serve, other than this gateway's own."""
     found, registry = [context.admission.memory.problem] if context.admission.memory.problem else [], context.stage.registry
     computes = registry.of("compute")
     if not context.registry.of("compute"):
@@ -231,7 +222,7 @@ def cell_problems(context: Context) -> list[str]:
 async def ready(request: Request) -> JSONResponse:
     """200 if some cell has a live replica of every stage, or one that requests may wait for, and this
     gateway reads its events."""
-    cells: Cells[Context] = request.app.state.cells
+    cells: Cells[GatewayContext] = request.app.state.cells
     replicas = {stage: sum(len(context.stage.registry.of(stage)) for context in cells.contexts) for stage in PIPELINE}
     problems = by_cell(cells, own_problems)
     is_ready = any(not own_problems(context) and all(context.registry.of(stage) for stage in PIPELINE) for context in cells.contexts)
@@ -242,5 +233,5 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Prometheus's text format."""
-    cells: Cells[Context] = request.app.state.cells
+    cells: Cells[GatewayContext] = request.app.state.cells
     return Response(await cells.home.metrics.render([context.client for context in cells.contexts]), media_type="text/plain; version=0.0.4")

@@ -38,7 +38,7 @@ log = get_logger("penstock.gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context(ConversationContext):
+class GatewayContext(ConversationContext):
     settings: GatewaySettings
     bodies: BodyReader
     pipeline: Pipeline
@@ -48,7 +48,7 @@ class Context(ConversationContext):
     batches: BatchStore
     reading: Reading
     jobs: Jobs
-    cells: "Cells[Context]"
+    cells: "Cells[GatewayContext]"
     cell: str  # its name
     request: Request | None = None  # a request's own: see context_of
 
@@ -66,7 +66,7 @@ class Context(ConversationContext):
                     found[name] = replica
         return found
 
-    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> "tuple[Context, B]":
+    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> "tuple[GatewayContext, B]":
         """The request's body, and the context of the cell that is to answer it. It names a model: the
         only one, if the client left it out. Raises Invalid, Rejected."""
         body = await self.bodies.read(request, kind)
@@ -74,16 +74,16 @@ class Context(ConversationContext):
             body = body.model_copy(update={"model": self.only_model()})
         return self.within(self.cells.choose(body, self.tenant)), body
 
-    def within(self, cell: "Context") -> "Context":
+    def within(self, cell: "GatewayContext") -> "GatewayContext":
         """The cell's context, of this request."""
         return self if cell.mark == self.mark else replace(cell, caller=self.caller, request=self.request)
 
     @property
-    def everywhere(self) -> "list[Context]":
+    def everywhere(self) -> "list[GatewayContext]":
         """The contexts of all cells, of this request."""
         return [self.within(cell) for cell in self.cells.contexts]
 
-    def serving(self, model: str) -> "Context":
+    def serving(self, model: str) -> "GatewayContext":
         """The context of a cell that serves the caller's model; home, if none does."""
         return next((each for each in self.everywhere if model in served_names(each.registry, self.tenant)), self)
 
@@ -96,7 +96,7 @@ class Context(ConversationContext):
             raise Invalid(reason, param="model", code="missing_required_parameter")
         return next(iter(names), None) or self.resolve("")
 
-    def named(self, model: str | None) -> "tuple[Context, str]":
+    def named(self, model: str | None) -> "tuple[GatewayContext, str]":
         """The context of a cell that serves the model (None: the only one), and its own name. Raises
         as `only_model`."""
         name = model or self.only_model()
@@ -119,10 +119,10 @@ class Context(ConversationContext):
         )  # fmt: skip
 
 
-def context_of(request: Request) -> Context:
+def context_of(request: Request) -> GatewayContext:
     """The gateway's objects, for this request's caller: of the cell of the response that the path
     names, else home's."""
-    cells: Cells[Context] = request.app.state.cells
+    cells: Cells[GatewayContext] = request.app.state.cells
     return replace(cells.of(request.path_params.get("response_id", "")), caller=request.state.caller, request=request)
 
 

@@ -28,7 +28,7 @@ from services.requests.dialects.responses.events import ResponseEvents
 from services.requests.dialects.responses.prepare import prepare_response
 from services.requests.dialects.responses.schemas import ResponseBody
 from services.requests.errors import RequestFailed, check
-from services.requests.prepare import prepare_chat, prepare_completion, prepare_embeddings
+from services.requests.prepare import prepare, prepare_embeddings
 from services.requests.store.admission.admission import estimate_output, estimate_prompt
 from services.requests.store.admission.held import check_size
 from services.requests.store.batches.lines import BatchLine
@@ -92,13 +92,13 @@ def behind(priority: int) -> int:
 
 async def ask_chat(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
     body = seeded(parse.take(ChatCompletionBody, value), seed)
-    record, requests = await prepare_chat(context, body, "chat.completion", body.model, None, key=key, is_background=True)
+    record, requests = await prepare(context, body.intent(), "chat.completion", None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
 async def ask_completion(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
     body = seeded(parse.take(CompletionBody, value), seed)
-    record, requests = await prepare_completion(context, body, None, key=key, is_background=True)
+    record, requests = await prepare(context, body.intent(), "text_completion", None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
@@ -138,7 +138,7 @@ async def ask_message(context: RequestContext, value: Json, key: str, seed: int)
         raise Invalid("stream is not available in a batch", param="stream")
     chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
     with own_terms(MESSAGE_NAMES):
-        record, requests = await prepare_chat(context, chat, "message", body.model, None, key=key, is_background=True)
+        record, requests = await prepare(context, chat.intent(), "message", None, key=key, is_background=True)
     return Asked(record, requests, b"", lambda record, logs, problems: fold_translation(record, logs, problems, MessageEvents(record)))
 
 
@@ -170,7 +170,7 @@ def seeded(body: G, seed: int) -> G:
     do."""
     if body.stream:
         raise Invalid("stream is not available in a batch", param="stream")
-    if body.num_beams is not None:
+    if body.use_beam_search:
         raise Invalid("use_beam_search is not available in a batch", param="use_beam_search")
     return body if body.seed is not None else body.model_copy(update={"seed": seed})
 

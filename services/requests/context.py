@@ -44,8 +44,7 @@ class RequestContext:
         return self.admission.registry
 
     async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns. Subclasses cancel it when nobody waits for the answer any
-        more."""
+        """Return what `work` returns. Subclasses cancel it when the client goes away."""
         return await work
 
     def resolve(self, name: str) -> str:

@@ -22,7 +22,7 @@ TYPE_BY_STATUS = {
 }
 
 CODE_BY_STATUS = {400: "invalid_value", 413: "body_too_large"}  # of errors that have no code of their own
-CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody reads it
+CLIENT_CLOSED = 499  # nginx's status for a client that went away
 
 
 class RequestFailed(Exception):

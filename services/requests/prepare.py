@@ -1,76 +1,130 @@
-"""Makes the pipeline's requests and the response's record of a body: a chat, a completion,
-embeddings."""
+"""Makes the pipeline's requests and the response's record: of an intent, which a body of any API
+becomes in one call, and of embeddings."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from services.requests.bodies.content import Content
-from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.bodies.ignored import tell
 from services.requests.context import RequestContext
 from services.requests.dialects.openai.embeddings import EmbeddingBody
+from services.requests.dialects.openai.intent import Intent
 from services.requests.dialects.openai.messages import Message
-from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.schemas import no_template
 from services.requests.store.admission.admission import served_names
 from services.requests.store.modules.store import ModuleStore
-from services.requests.store.record import ResponseRecord, choice_params, make_record
-from services.requests.text.parsing.answer import HARMONY, REASONING, TOOL_CALLS
+from services.requests.store.record import ResponseRecord, choice_params, make_record, new_id
+from services.requests.text.parsing.answer import HARMONY, REASONING, TOOL_CALLS, Parsing
 from services.requests.text.parsing.harmony import ANSWER
 from services.requests.text.schemas.prepare import Enforceable
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatMessage, GenerateRequest, PromptModule, SchedulingParams
+from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, PromptModule, SchedulingParams
 from shared.wire.replica import Replica
 
 
-async def prepare_completion(
-    context: RequestContext, body: CompletionBody, gateway_id: str | None, kind: str = "text_completion", **others: Any
+async def prepare(
+    context: RequestContext,
+    intent: Intent,
+    kind: str,
+    gateway_id: str | None,
+    *,
+    name: str = "",
+    key: str = "",
+    **others: Any,
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """Make the requests and the record of a completion, as `prepare_chat` of a chat. kind: of
-    record.PREFIXES."""
-    if body.suffix:
-        raise Invalid("suffix is not available in batches: give a prompt with the model's own tokens for infilling", param="suffix")
-    params, prompts, wanted, model = body.params(), body.prompt, body.constraint(), check(context, body)
-    modules = await modules_for(context, body, model)
-    prepared = await constraint_for(context, wanted)
-    params = with_model_defaults(context, body, params, model)
+    """Make the record and the requests of a response, whichever API asks for it. Raises Invalid,
+    Rejected, and what RequestContext.while_wanted raises.
+
+    kind: of record.PREFIXES; gateway_id: of the gateway that reads the events, None if the log is
+    enough; name: of the model, if the client called it otherwise than the intent does; key: the end
+    of the response's id, by default random; others: further fields of the record.
+    """
+    # A wrong body and a missing model are refused first, at no charge; then what can't be compiled,
+    # which is charged. Nothing is refused after that.
+    model = check(context, intent)
+    params = with_model_defaults(context, intent, model)
+    parsing, options, constraint = for_parsers(intent, *parsers_of(context, model))
+    modules = await modules_for(context, intent, model)
+    messages, images = await messages_for(context, intent.chat.messages, model) if intent.chat is not None else (None, {})
+    prepared = await constraint_for(context, constraint)
     constraint = prepared.constraint if prepared is not None else None
-    if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
-        raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
-    record = make_record(
-        kind, body.model, model, mark=context.mark, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
-        num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
-        checks=checks_of(prepared), **(each_choice(body, has_logprobs=body.logprobs is not None) | others),
-    )  # fmt: skip
+    if parsing is not None and parsing.reasoning and constraint is not None:
+        constraint = after_thought(constraint, parsing.reasoning, may_think=intent.chat is not None and intent.chat.may_think)
+    if parsing is not None and parsing.needs_special_tokens:
+        params = structs.replace(params, skip_special_tokens=False)
     now = time.time()
+    record = replace(
+        intent.record,
+        response_id=new_id(kind, key, context.mark),
+        kind=kind,
+        model=name or intent.model,
+        created=int(now),
+        served_model=model,
+        parsing=parsing,
+        fingerprint=fingerprint_of(context, model),
+        checks=prepared.checks if prepared is not None else (),
+        images=images,
+        **others,
+    )
     requests = []
-    for index, (request_id, own) in enumerate(zip(record.request_ids, each_params(body, params, len(prompts)), strict=True)):
-        prompt = prompts[index // record.n]
-        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    for index, request_id in enumerate(record.request_ids):
+        number, choice = divmod(index, record.n)
+        draft = intent.requests[number]
+        group_id = f"{record.response_id}.{number}" if record.n > 1 else ""
+        deadline_at = now + intent.deadline_s if intent.deadline_s is not None else 0.0
         requests.append(
-            GenerateRequest(
-                request_id, gateway_id, model, own,
-                prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
-                scheduling=body.scheduling(now, f"{record.response_id}.{index // record.n}"), constraint=constraint, encoding=body.encoding(),
+            structs.replace(
+                draft,
+                request_id=request_id,
+                gateway_id=gateway_id,
+                model=model,
+                params=choice_params(params, intent.seed, choice),  # with a seed, it does not depend on the other prompts
+                messages=messages,
+                created_at=now,
+                scheduling=structs.replace(draft.scheduling, deadline_at=deadline_at, group_id=group_id),
+                constraint=constraint,
+                chat=options,
                 modules=modules,
             )
-        )  # fmt: skip
+        )
     return record, requests
 
 
-def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
-    """The served model that the body names. Raises Rejected, Invalid."""
-    check_priority(context, body)
-    return context.resolve(body.model)
+def check(context: RequestContext, intent: Intent) -> str:
+    """The served model that the intent names. Raises Rejected, and Invalid for what is not
+    available here."""
+    if intent.suffix:
+        raise Invalid(
+            "suffix is not available in batches: give a prompt with the model's own tokens for infilling",
+            param="suffix",
+        )
+    check_priority(context, intent.requests[0].scheduling.priority)
+    model = context.resolve(intent.model)
+    if intent.requests[0].chat.chat_template and not context.settings.trust_request_chat_template:
+        raise no_template()
+    return model
 
 
-def check_priority(context: RequestContext, body: GenerateBody | EmbeddingBody) -> None:
-    if body.priority < (least := context.settings.min_priority):
-        raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
+def check_priority(context: RequestContext, priority: int) -> None:
+    if priority < (lowest := context.settings.min_priority):
+        raise Invalid(f"priority must be at least {lowest} here (smaller is sooner), got {priority}", param="priority")
+
+
+def for_parsers(intent: Intent, tool_calls: str, reasoning: str) -> tuple[Parsing | None, ChatOptions, Constraint | None]:
+    """How the answer is parsed, by the names of the model's parsers; the template's inputs; and the
+    constraint on the answer. Raises Invalid."""
+    if intent.chat is None:
+        return None, ChatOptions(), intent.constraint
+    parsing = intent.chat.calling.parsing(tool_calls, reasoning, may_think=intent.chat.may_think)
+    begins_with_call = intent.chat.calling.is_forced and not parsing.reasoning
+    options = intent.chat.options_without_thought if begins_with_call else intent.requests[0].chat
+    return parsing, options, intent.constraint or intent.chat.calling.offered(tool_calls)
 
 
 def embedder(context: RequestContext, name: str) -> tuple[str, str]:
@@ -98,18 +152,19 @@ async def constraint_for(context: RequestContext, constraint: Constraint | None)
     return await context.while_wanted(context.grammars.check(constraint, context.tenant.tenant_id))
 
 
-def refuse_modules(body: GenerateBody) -> None:
-    """Raises Invalid for a body with prompt modules, where the prompt itself is the answer: they are no text of it."""
-    if body.prompt_modules is not None:
-        raise Invalid("prompt_modules is not available here: the prompt has parts that are not read one after another", param="prompt_modules")
+def refuse_modules(intent: Intent) -> None:
+    """Raises Invalid for prompt modules, where the prompt itself is the answer: they are no text of it."""
+    if intent.modules is not None:
+        reason = "prompt_modules is not available here, where the prompt is the answer: leave it out"
+        raise Invalid(reason, param="prompt_modules")
 
 
-async def modules_for(context: RequestContext, body: GenerateBody, model: str) -> tuple[PromptModule, ...]:
-    """The prompt modules that the body uses. Raises Invalid."""
-    if body.prompt_modules is None:
+async def modules_for(context: RequestContext, intent: Intent, model: str) -> tuple[PromptModule, ...]:
+    """The prompt modules that the intent names. Raises Invalid."""
+    if intent.modules is None:
         return ()
     lengths = [replica.max_model_len for replica in context.registry.of("compute", model) if replica.max_model_len is not None]
-    return await ModuleStore(context.home).take(context.tenant.tenant_id, model, body.prompt_modules, max(lengths, default=None))
+    return await ModuleStore(context.home).take(context.tenant.tenant_id, model, intent.modules, max(lengths, default=None))
 
 
 async def messages_for(context: RequestContext, messages: Sequence[Message], model: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
@@ -119,57 +174,13 @@ async def messages_for(context: RequestContext, messages: Sequence[Message], mod
     if seen is None:
         return tuple(message.to_wire() for message in messages), {}
     if not sees(context, model):
-        raise Invalid(f"the model {model} reads text only: images can't be understood", param=f"messages[{seen}].content", code="model_not_supported")
+        raise Invalid(
+            f"the model {model} reads text only: images can't be understood",
+            param=f"messages[{seen}].content",
+            code="model_not_supported",
+        )
     await context.admission.charge_request(context.caller)
     return await context.while_wanted(context.images.read(messages, context.tenant.tenant_id))
-
-
-def checks_of(prepared: Enforceable | None) -> Sequence[Sequence[str]]:
-    return prepared.checks if prepared is not None else ()
-
-
-async def prepare_chat(
-    context: RequestContext, body: ChatCompletionBody, kind: str, name: str, gateway_id: str | None, **others: Any
-) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """Make the requests and the record of a chat, whichever API it came by. Raises Invalid,
-    Rejected.
-
-    kind: of record.PREFIXES; name: of the model, as the client called it; gateway_id: who reads the
-    events; None: nobody, the log is enough; others: further fields of the record.
-    """
-    # A wrong body and a missing model are refused first, at no charge; then what can't be compiled,
-    # which is charged. Nothing is refused after that.
-    calling, params, echoed, model = body.calling(), body.params(), body.echoed, check(context, body)
-    params = with_model_defaults(context, body, params, model)
-    tool_calls, reasoning = parsers_of(context, model)
-    parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
-    options = body.chat_options(
-        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
-    )
-    modules = await modules_for(context, body, model)
-    messages, images = await messages_for(context, body.messages, model)
-    prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
-    constraint = prepared.constraint if prepared is not None else None
-    if constraint is not None and parsing.reasoning:
-        constraint = after_thought(constraint, parsing.reasoning, may_think=body.may_think)
-    record = make_record(
-        kind, name, model, mark=context.mark, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
-        has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
-        checks=checks_of(prepared), images=images, **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
-    )  # fmt: skip
-    if parsing.needs_special_tokens:
-        params = replace(params, skip_special_tokens=False)
-    now = time.time()
-    scheduling = body.scheduling(now, record.response_id)
-    requests = [
-        GenerateRequest(
-            request_id, gateway_id, model, own,
-            messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options, encoding=body.encoding(),
-            prediction=body.prediction.content if body.prediction is not None else "", modules=modules,
-        )
-        for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
-    ]  # fmt: skip
-    return record, requests
 
 
 def after_thought(constraint: Constraint, reasoning: str, *, may_think: bool) -> Constraint:
@@ -177,8 +188,8 @@ def after_thought(constraint: Constraint, reasoning: str, *, may_think: bool) ->
     answer in any case."""
     if may_think:
         marks = REASONING[reasoning]
-        return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
-    return replace(constraint, thought_begin=ANSWER, thought_end=ANSWER) if reasoning == HARMONY else constraint
+        return structs.replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
+    return structs.replace(constraint, thought_begin=ANSWER, thought_end=ANSWER) if reasoning == HARMONY else constraint
 
 
 def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
@@ -189,14 +200,17 @@ def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
     return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
 
 
-def with_model_defaults(context: RequestContext, body: GenerateBody, params: SamplingParams, model: str) -> SamplingParams:
-    """The params with what the model's makers say in the place of what the request does not. A beam search draws nothing."""
-    said = makers_sampling(context, model)
-    missing: dict[str, Any] = {name: value for name, value in said.items() if getattr(body, name, None) is None}
-    longest = missing.pop("max_tokens", None)
-    if longest is not None and params.max_tokens is None and getattr(body, "max_completion_tokens", None) is None:
-        missing["max_tokens"] = max(longest, params.min_tokens)
-    return replace(params, **missing) if missing and not body.use_beam_search else params
+def with_model_defaults(context: RequestContext, intent: Intent, model: str) -> SamplingParams:
+    """The intent's params, with the defaults of the model's makers for those that the client did not
+    set. A beam search draws nothing."""
+    params = intent.requests[0].params
+    if intent.beams is not None:
+        return params
+    defaults: dict[str, Any] = {name: value for name, value in makers_sampling(context, model).items() if name not in intent.given}
+    longest = defaults.pop("max_tokens", None)
+    if longest is not None and params.max_tokens is None:
+        defaults["max_tokens"] = max(longest, params.min_tokens)
+    return structs.replace(params, **defaults) if defaults else params
 
 
 def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
@@ -221,28 +235,12 @@ def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
     return max(context.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
 
 
-def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
-    """The params of each prompt's n choices. With a seed, choice i of a prompt does not depend on
-    the other prompts."""
-    seed = body.seed % (1 << 64) if body.seed is not None else None
-    return [choice_params(params, seed, choice) for _ in range(num_prompts) for choice in range(body.num_sequences if body.num_beams is None else 1)]
-
-
-def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
-    """The record's fields about a prompt's choices."""
-    picks = body.num_beams is None and body.num_sequences > body.n
-    return {
-        "n": 1 if body.num_beams is not None else body.num_sequences, "num_best": body.n if picks else None, "hides_logprobs": picks and not has_logprobs,
-        "has_token_ids": body.return_token_ids, "names_tokens_by_id": body.return_tokens_as_token_ids, "resume_within_s": body.resume_within_s,
-    }  # fmt: skip
-
-
 def prepare_embeddings(
     context: RequestContext, body: EmbeddingBody, gateway_id: str | None, kind: str = "embedding", **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """Make the requests and the record of a list of inputs, as `prepare_chat` of a chat. kind: of
+    """Make the requests and the record of a list of inputs, as `prepare` of a chat. kind: of
     record.PREFIXES."""
-    check_priority(context, body)
+    check_priority(context, body.priority)
     model, name = embedder(context, body.model)
     prompts = body.prompts(may_bring_template=context.settings.trust_request_chat_template)
     if len(prompts) > (most := context.settings.max_requests):

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from services.gateway.answering.infill import Marks
+from services.gateway.answering.infill import InfillMarks
 from tests.clients.scripted.model import MARKS
 from tests.clients.scripted.pipeline import MODEL
 from tests.deployment import Deployment
@@ -64,7 +64,7 @@ def test_llama_cpp_s_endpoint_has_the_same_prompt(scripted: Deployment) -> None:
 
 def test_codestral_reads_what_is_behind_the_gap_first_and_a_bos_comes_before_all() -> None:
     bos, prefix, suffix, middle, files, before, after, begun = (np.array([number], np.int32) for number in range(8))
-    one, other = Marks(bos, prefix, suffix, middle, False), Marks(bos, prefix, suffix, middle, True)
+    one, other = InfillMarks(bos, prefix, suffix, middle, False), InfillMarks(bos, prefix, suffix, middle, True)
     assert one.around(files, before, after, begun).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert other.around(files, before, after, begun).tolist() == [0, 4, 2, 6, 1, 5, 7]
 

@@ -103,10 +103,10 @@ def error_of(reply: httpx.Response) -> tuple[int, str]:
 
 def test_only_a_key_that_is_good_opens_anything_but_health(site: Site) -> None:
     key = site.key("reader")
-    for path in ("/health", "/health/", "/v1/health", "/ready", "/ping", "/"):
+    for path in ("/health", "/health/", "/v1/health", "/ready", "/"):
         assert site.get(path).status_code in (200, 503), path
     every = site.get("/openapi.json").json()["paths"]
-    closed = [path for path in every if path not in ("/health", "/v1/health", "/ready", "/ping", "/")]
+    closed = [path for path in every if path not in ("/health", "/v1/health", "/ready", "/")]
     assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize", "/metrics", "/v1/models"} <= set(closed)
     for path in [*closed, "/no/such/path", "//metrics", "/HEALTH"]:
         for wrong in ("", "sk-penstock-wrong", key[:-1], key + "x", "é" * 40, "x" * 2000):
@@ -451,7 +451,7 @@ def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment
         ("127.0.0.1.example", 403),
     ):
         assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, timeout=60, trust_env=False).status_code == status, host
-    assert httpx.get(deployment.url() + "/ping", headers={"Host": "rebound.example"}, timeout=60, trust_env=False).status_code in (200, 503)
+    assert httpx.get(deployment.url() + "/ready", headers={"Host": "rebound.example"}, timeout=60, trust_env=False).status_code in (200, 503)
     key = add_key(tmp_path / "keys.json", "first")
     wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
     revoke_key(tmp_path / "keys.json", "first")

@@ -13,7 +13,7 @@ import redis.asyncio
 
 from services.requests.dialects.responses import replay as replays
 from services.requests.dialects.responses import stored
-from services.requests.dialects.responses.stored import Store, Stored
+from services.requests.dialects.responses.stored import Store, StoredResponse
 from services.requests.store.record import ResponseRecord
 from shared.process.errors import Rejected
 from shared.wire.logprobs import TokenLogprob, TopLogprob
@@ -39,7 +39,7 @@ def event_of(record: ResponseRecord, position: int, num_tokens: int, num_top: in
 
 async def write(store: Store, record: ResponseRecord, *, num_top: int = 0, last: int = NUM_TOKENS) -> None:
     """The response into Redis. last: the last of its tokens that are there."""
-    await store.client.set(stored_key(record.response_id), Stored(ASKED, []).encode(), ex=3600)
+    await store.client.set(stored_key(record.response_id), StoredResponse(ASKED, []).encode(), ex=3600)
     await store.client.hset(inflight_key("m"), mapping={record.request_ids[0]: 1, "": 1})
     async with store.client.pipeline(transaction=False) as pipe:
         for position in range(1, last + 1):
@@ -91,7 +91,7 @@ def test_of_a_long_response_each_holds_only_what_he_has_not_read(run: Callable[[
         expected = await rest(store.follow(record, ASKED))
         store.replays.forget("resp_a")
         monkeypatch.setattr(stored, "MAX_WHOLE", 256 << 10)
-        assert json.loads((await store.read(record, Stored(ASKED, []))).body()) == events_of(expected)[-1]["response"]
+        assert json.loads((await store.read(record, StoredResponse(ASKED, []))).body()) == events_of(expected)[-1]["response"]
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(aclosing(store.follow(record, ASKED))) for _ in range(6)]  # type: ignore[type-var]
             sent, most = [b""] * 6, 0
@@ -186,7 +186,7 @@ def test_nothing_is_kept_of_a_deleted_response_and_nothing_longer_than_redis_doe
         await write(store, expiring)
         assert await store.client.ttl(stored_key("resp_b")) > 0
         await store.client.pexpire(stored_key("resp_b"), 100)
-        await store.read(expiring, Stored(ASKED, []))
+        await store.read(expiring, StoredResponse(ASKED, []))
         assert await store.client.exists(log_key(expiring.request_ids[0]))
         await asyncio.to_thread(wait_until, lambda: store.replays.get("resp_b") is None, description="it is forgotten")
 

@@ -96,21 +96,6 @@ def test_a_prompt_that_is_too_long_has_its_sizes_where_llama_cpp_s_clients_look(
     assert sizes_of(str(far)) == (10_000, 8192) and sizes_of("something else") is None
 
 
-def test_sagemaker_s_endpoint_tells_by_the_fields_what_is_asked(gateways: Deployment, backstage: Backstage) -> None:
-    chat = answered(gateways, backstage, "/invocations", {"messages": CHAT["messages"]}).json()
-    assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", "ok")
-    long = answered(gateways, backstage, "/invocations", {"model": NAME, "prompt": "x" * (1 << 17)}).json()
-    assert (long["object"], long["choices"][0]["text"]) == ("text_completion", "ok")
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(gateways.post, "/invocations", {"model": NAME, "input": "Hi"})
-        [request] = backstage.take()
-        assert request.embedding is not None
-        backstage.end(request, error=RequestError("no", 400))
-        assert asked.result().status_code == 400
-    refused = gateways.post("/invocations", {"model": NAME}).json()["error"]
-    assert (refused["param"], refused["code"]) == ("messages", "missing_required_parameter")
-
-
 def test_slots_are_the_places_in_the_replicas_steps(deployment: Deployment) -> None:
     own = Backstage(deployment.redis_url, load=Load(max_num_seqs=3, running=2))
     try:

@@ -5,7 +5,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from services.gateway.api.anthropic.batches import result_of
+from services.gateway.api.anthropic.routes import result_of
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 
@@ -34,7 +34,7 @@ def test_a_batch_is_made_listed_and_cancelled_and_one_that_runs_is_not_deleted(g
             client.messages.batches.retrieve("msgbatch_0")
 
 
-@pytest.mark.parametrize(("requests", "word"), [([], "requests"), ([asked("no space")], "custom_id"), ([asked("one"), asked("one")], "has been there before")])
+@pytest.mark.parametrize(("requests", "word"), [([], "requests"), ([asked("no space")], "custom_id"), ([asked("one"), asked("one")], "stands twice")])
 def test_what_no_worker_could_read_is_refused_at_once(gateways: Deployment, requests: Any, word: str) -> None:
     refused = gateways.post("/v1/messages/batches", {"requests": requests})
     assert (refused.status_code, refused.json()["type"]) == (400, "error") and word in refused.json()["error"]["message"]

@@ -23,7 +23,7 @@ from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways
 from tests.waiting import wait_until
 
-FOLDER = Path(__file__).parents[2] / "services" / "gateway" / "playground"
+FOLDER = Path(__file__).parents[2] / "services" / "gateway" / "console" / "playground"
 SEQUENCE = SequenceView("chatcmpl-1.0", True, "sampler-1", 0, 9, 0, 12, 3, 0, 0, 1, (5, 1), 100.0, 100.1, 100.2, 100.3)
 
 

@@ -36,7 +36,7 @@ from tests.waiting import wait_until
 WARM_UP = 1000  # requests, after which memory is to be flat
 MAX_GROWTH_MB = 32
 CONCURRENCY = 8
-OPEN = ("/", "/health", "/v1/health", "/ready", "/ping")
+OPEN = ("/", "/health", "/v1/health", "/ready")
 
 
 def judge(case: Case, reply: httpx.Response) -> str:

@@ -249,11 +249,10 @@ def test_texts_become_tokens_and_tokens_texts(demo: Deployment) -> None:
 
 
 def test_what_load_balancers_ask(demo: Deployment) -> None:
-    for path in ("/ping", "/health", "/ready", "/version", "/v1/models", f"/v1/models/{MODEL}", "/metrics"):
+    for path in ("/health", "/ready", "/version", "/v1/models", f"/v1/models/{MODEL}", "/metrics"):
         head = httpx.head(demo.url() + path, timeout=10, trust_env=False)
         assert (head.status_code, head.content) == (200, b""), path
         assert demo.get(path).status_code == 200
-    assert httpx.post(demo.url() + "/ping", timeout=10, trust_env=False).status_code == 200
     assert demo.get("/version").json()["version"]
     assert {"/tokenize", "/detokenize", "/v1/completions"} <= set(demo.get("/openapi.json").json()["paths"])
     assert httpx.head(demo.url() + "/v1/streams/cmpl-1", timeout=10, trust_env=False).status_code == 405

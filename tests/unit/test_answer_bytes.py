@@ -16,8 +16,7 @@ from services.requests.dialects.ollama.lines import OllamaLines
 from services.requests.dialects.responses.events import ResponseEvents
 from services.requests.store.record import ResponseRecord
 from services.requests.text.answers.choice import Choice, usage_of
-from services.requests.text.answers.formats import format_for
-from services.requests.text.answers.frames import Frames, is_plain
+from services.requests.text.answers.formats import Frames, format_for, is_plain
 from services.requests.text.answers.sse import encode_event
 from services.requests.text.answers.translate import Fold, Translation
 from services.requests.text.parsing.answer import Parsing

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from services.gateway.api.anthropic.batches import result_of
+from services.gateway.api.anthropic.routes import result_of
 from services.requests.bodies.parse import parse
 from services.requests.dialects.anthropic.blocks import read_messages
 from services.requests.dialects.anthropic.chat import chat_of

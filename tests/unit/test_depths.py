@@ -21,7 +21,7 @@ from services.requests.dialects.openai.schemas import ChatCompletionBody, Genera
 from services.requests.dialects.openai.translate import make_chat
 from services.requests.dialects.responses import chat as responses_chat
 from services.requests.dialects.responses.schemas import ResponseBody
-from services.requests.dialects.responses.stored import Stored
+from services.requests.dialects.responses.stored import StoredResponse
 from services.requests.store.batches.lines import read_line
 from services.requests.text.answers.answer import input_of
 from services.requests.text.answers.translate import arguments_of, is_broken_off
@@ -139,7 +139,7 @@ def go_on(body: Any) -> None:
     if isinstance(body, CountTokensBody):
         body = anthropic_chat.chat_of(body)
     if isinstance(body, ResponseBody):
-        pickle.dumps(Stored({"tools": body.tools}, body.input).encode())
+        pickle.dumps(StoredResponse({"tools": body.tools}, body.input).encode())
         body = responses_chat.chat_of(body, [])
     if isinstance(body, OllamaChatBody | OllamaGenerateBody):
         body = of_ollama(body)

@@ -35,7 +35,7 @@ class Context:
 def params_of(schema: type[GenerateBody], **asked: object) -> SamplingParams:
     body = parse(schema, json.dumps({"model": "m", **asked}).encode())
     assert isinstance(body, CompletionBody | ChatCompletionBody)
-    return with_model_defaults(Context(), body, body.params(), "m")  # type: ignore[arg-type]  # what it looks at of a context
+    return with_model_defaults(Context(), body.intent(), "m")  # type: ignore[arg-type]  # what it looks at of a context
 
 
 def sampled(**asked: object) -> tuple[float, float]:

@@ -246,7 +246,7 @@ def test_the_template_is_told_what_the_request_says() -> None:
 
 def test_the_salt_is_of_the_key_too() -> None:
     salts = {
-        read(**fields).scheduling(0.0, "g").cache_salt
+        read(**fields).intent().requests[0].scheduling.cache_salt
         for fields in ({}, {"cache_salt": "a"}, {"prompt_cache_key": "a"}, {"cache_salt": "a", "prompt_cache_key": "a"})
     }
     assert len(salts) == 4

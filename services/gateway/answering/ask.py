@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from services.gateway.context import Context
+from services.gateway.context import GatewayContext
 from services.gateway.generation.subscription import ResponseFailed
 from services.requests.bodies.fields import TokenIds
 from services.requests.errors import RequestFailed, check
@@ -16,7 +16,7 @@ from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import EncodingParams, GenerateRequest, Task, TokenEvent
 
 
-async def ask_all(context: Context, model: str, requests: list[GenerateRequest]) -> list[list[TokenEvent]]:
+async def ask_all(context: GatewayContext, model: str, requests: list[GenerateRequest]) -> list[list[TokenEvent]]:
     """The events of each request, whose ids are given here. Raises Rejected, Recoverable,
     RequestFailed."""
     record = make_record("internal", model, model, num_prompts=len(requests), n=1, has_usage=False)
@@ -35,14 +35,14 @@ async def ask_all(context: Context, model: str, requests: list[GenerateRequest])
     return events
 
 
-async def ask_tokenizer(context: Context, model: str, task: Task, request: GenerateRequest) -> dict[str, Any]:
+async def ask_tokenizer(context: GatewayContext, model: str, task: Task, request: GenerateRequest) -> dict[str, Any]:
     """The tokenizer's answer, JSON. Raises as above; what is wrong with the request is
     RequestFailed, with status 400."""
     [found] = await ask_each(context, model, task, [request])
     return found
 
 
-async def ask_each(context: Context, model: str, task: Task, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
+async def ask_each(context: GatewayContext, model: str, task: Task, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
     """The tokenizer's answers to several requests, as many at once as the caller may have. Raises as above."""
     most = context.tenant.max_concurrency or max(1, len(requests))
     answers: list[list[TokenEvent]] = []
@@ -51,13 +51,19 @@ async def ask_each(context: Context, model: str, task: Task, requests: list[Gene
     return [json.loads(event.text) for [event] in answers]
 
 
-async def token_ids_of(context: Context, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
+async def token_ids_of(context: GatewayContext, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
     """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as
     above."""
     asked = [question(context, model, encoding=encoding, prompt=text) for text, encoding in zip(texts, encodings, strict=True)]
     return [np.array(found["tokens"], np.int32) for found in await ask_each(context, model, "tokenize", asked)]
 
 
-def question(context: Context, model: str, params: SamplingParams | None = None, encoding: EncodingParams | None = None, **prompt: Any) -> GenerateRequest:
+def question(
+    context: GatewayContext,
+    model: str,
+    params: SamplingParams | None = None,
+    encoding: EncodingParams | None = None,
+    **prompt: Any,
+) -> GenerateRequest:
     """A request without a name; `prompt`: messages, prompt or prompt_token_ids."""
     return GenerateRequest("", context.stage.replica_id, model, params or SamplingParams(), encoding=encoding or EncodingParams(), **prompt)

@@ -1,4 +1,4 @@
-"""Submits a list of inputs, of each of which one vector is wanted, and answers with the vectors."""
+"""Submits a list of inputs, and answers with a vector for each."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from services.gateway.answering.responder import Responder
-from services.gateway.context import Context
-from services.gateway.telemetry.measured import Measured
+from services.gateway.context import GatewayContext
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.prepare import prepare_embeddings
 from services.requests.text.answers.embeddings import embeddings_body
@@ -25,11 +25,11 @@ class EmbeddingResponder(Responder):
 R = TypeVar("R", bound=EmbeddingResponder)
 
 
-async def submit_embeddings(context: Context, body: EmbeddingBody, request: Request, make: Callable[..., R], kind: str = "embedding") -> R:
+async def submit_embeddings(context: GatewayContext, body: EmbeddingBody, request: Request, make: Callable[..., R], kind: str = "embedding") -> R:
     """Hand the inputs over, all or none. Returns what answers, which `make` makes of a generation.
     kind: of record.PREFIXES."""
     record, requests = prepare_embeddings(context, body, context.stage.replica_id, kind)
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
     return make(generation, measured, context.settings.ping_interval_s)

@@ -1,14 +1,15 @@
 """Infilling: a prompt of the tokens that a model was trained to fill a gap by, however it was asked for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from services.gateway.answering.ask import token_ids_of
-from services.gateway.context import Context
+from services.gateway.context import GatewayContext
 from services.requests.bodies.fields import Prompt, TokenIds
-from services.requests.dialects.openai.schemas import CompletionBody
+from services.requests.dialects.openai.intent import Intent
+from services.requests.dialects.openai.schemas import with_prompt
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams
 
@@ -28,7 +29,7 @@ TEXT = EncodingParams(add_special_tokens=False, parse_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class InfillMarks:
     """One token each, and what every prompt of the model begins with."""
 
     beginning: TokenIds
@@ -44,7 +45,7 @@ class Marks:
         return np.concatenate([self.beginning, files, self.prefix, before, self.suffix, after, self.middle, begun])
 
 
-async def find_marks(context: Context, model: str) -> Marks | None:
+async def find_marks(context: GatewayContext, model: str) -> InfillMarks | None:
     """The model's tokens for infilling, if it has them."""
     spelt = [mark for spelling in SPELLINGS for mark in spelling]
     firsts = [prefix for prefix, _, _ in SPELLINGS]
@@ -53,11 +54,19 @@ async def find_marks(context: Context, model: str) -> Marks | None:
         prefix, suffix, middle = found[3 * number : 3 * number + 3]
         if all(len(each) == 1 for each in (prefix, suffix, middle)) and len({int(each[0]) for each in (prefix, suffix, middle)}) == 3:
             first = found[len(spelt) + number]
-            return Marks(first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST)
+            return InfillMarks(first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST)
     return None
 
 
-async def infill_prompts(context: Context, model: str, marks: Marks, befores: Sequence[Prompt], after: str, files: str = "", begun: str = "") -> list[TokenIds]:
+async def infill_prompts(
+    context: GatewayContext,
+    model: str,
+    marks: InfillMarks,
+    befores: Sequence[Prompt],
+    after: str,
+    files: str = "",
+    begun: str = "",
+) -> list[TokenIds]:
     """The token ids of each prompt: other files, the text before the gap, the text after it, the beginning of the answer."""
     texts = [files, after, begun, *(each for each in befores if isinstance(each, str))]
     ids_of_files, ids_after, ids_begun, *others = await token_ids_of(context, model, texts, [TEXT] * len(texts))
@@ -65,16 +74,17 @@ async def infill_prompts(context: Context, model: str, marks: Marks, befores: Se
     return [marks.around(ids_of_files, next(encoded) if isinstance(each, str) else each, ids_after, ids_begun) for each in befores]
 
 
-async def infilled(context: Context, body: CompletionBody, *, is_asked: bool = False) -> CompletionBody:
+async def infilled(context: GatewayContext, intent: Intent, *, is_asked: bool = False) -> Intent:
     """The completion by which the gap between prompt and suffix is filled, if there is a suffix; is_asked: in any case. Raises Invalid, and as ask_all."""
-    if not body.suffix and not is_asked:
-        return body
-    if body.echo:
-        raise Invalid("echo is not available in infilling: the prompt is no text that the answer follows", param="echo")
-    model = context.resolve(body.model)
+    if not intent.suffix and not is_asked:
+        return intent
+    if intent.requests[0].echo:
+        raise Invalid("echo is not available in infilling, where the prompt is no text that the answer follows: leave it out", param="echo")
+    model = context.resolve(intent.model)
     if (marks := await find_marks(context, model)) is None:
         reason = "it was not trained for it: /v1/completions without suffix continues the prompt"
-        param = "suffix" if body.suffix else "model"
+        param = "suffix" if intent.suffix else "model"
         raise Invalid(f"{model} has no tokens for infilling, {reason}", param=param, code="model_not_supported")
-    prompts = await infill_prompts(context, model, marks, body.prompt, body.suffix or "")
-    return body.model_copy(update={"prompt": prompts, "suffix": None})
+    befores = [each.prompt if each.prompt is not None else np.asarray(each.prompt_token_ids, np.int32) for each in intent.requests]
+    prompts = await infill_prompts(context, model, marks, befores, intent.suffix)
+    return replace(intent, requests=tuple(map(with_prompt, intent.requests, prompts)), suffix="")

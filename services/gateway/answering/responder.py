@@ -14,11 +14,10 @@ from services.gateway.answering.timings import timings
 from services.gateway.generation.generation import Generation
 from services.gateway.generation.subscription import ResponseFailed
 from services.gateway.http.disconnect import until_disconnect
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.text.answers.choice import Choice
-from services.requests.text.answers.formats import format_for, whole_body
-from services.requests.text.answers.frames import Frames, is_plain
+from services.requests.text.answers.formats import Frames, format_for, is_plain, whole_body
 from services.requests.text.answers.schema_errors import schema_errors, while_checked
 from services.requests.text.answers.sse import DONE, PING, PING_AMONG_IDS, STARTING, encode_event, event_head, format_id
 from services.requests.workers.grammars.answers import unchecked
@@ -68,7 +67,9 @@ class Responder:
 
     media_type = "text/event-stream"  # of streams
 
-    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, *, has_positions: bool = False, has_timings: bool = False) -> None:
+    def __init__(
+        self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, *, has_positions: bool = False, has_timings: bool = False
+    ) -> None:
         """has_positions: with each event of a stream goes the position to resume after;
         has_timings: the answer and its chunks say how long they took."""
         self.generation = generation

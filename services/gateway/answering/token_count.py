@@ -8,19 +8,19 @@ from fastapi import Request, Response
 from msgspec.structs import replace
 
 from services.gateway.answering.responder import Responder
-from services.gateway.context import Context
+from services.gateway.context import GatewayContext
 from services.gateway.generation.generation import Generation
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.dialects.openai.translate import own_terms
-from services.requests.prepare import prepare_chat
+from services.requests.prepare import prepare
 from services.requests.text.answers.translate import Json
 
 
 class TokenCount(Responder):
     """The tokenizer's answer, instead of a generation."""
 
-    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, describe: Callable[[int], Json]) -> None:
+    def __init__(self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, describe: Callable[[int], Json]) -> None:
         super().__init__(generation, measured, ping_interval_s)
         self.describe = describe
 
@@ -29,13 +29,13 @@ class TokenCount(Responder):
 
 
 async def count_tokens(
-    context: Context, request: Request, chat: ChatCompletionBody, kind: str, names: dict[str, str], describe: Callable[[int], Json]
+    context: GatewayContext, request: Request, chat: ChatCompletionBody, kind: str, names: dict[str, str], describe: Callable[[int], Json]
 ) -> Response:
     """kind: of record.PREFIXES; names: of the chat's fields there; describe: the number, as the API
     answers it."""
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     with own_terms(names):
-        record, requests = await prepare_chat(context, chat, kind, chat.model, context.stage.replica_id)
+        record, requests = await prepare(context, chat.intent(), kind, context.stage.replica_id)
     requests = [replace(each, task="tokenize", params=replace(each.params, max_tokens=0)) for each in requests]
     generation = await context.pipeline.submit(context.caller, record, requests)
     return await TokenCount(generation, measured, context.settings.ping_interval_s, describe).whole(request)

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 
 from services.gateway.answering.responder import EventStream, Responder
 from services.gateway.generation.generation import Generation
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.openai.translate import in_own_terms
 from services.requests.errors import RequestFailed, check
 from services.requests.text.answers.schema_errors import while_checked
@@ -21,7 +21,7 @@ from shared.wire.messages import TokenEvent
 class TranslatedResponder(Responder):
     """A generation's events as another API's."""
 
-    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, translation: Translation) -> None:
+    def __init__(self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, translation: Translation) -> None:
         super().__init__(generation, measured, ping_interval_s)
         self.translation = translation
         self.media_type = translation.media_type

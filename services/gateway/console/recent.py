@@ -103,7 +103,7 @@ class RecentRequests:
         if not request.stays or request.stays[-1].replica_id != replica_id:
             before = request.num_output_tokens if request.stays else 0
             request.stays.append(Stay(replica_id, sequence.taken_at, sequence.scheduled_at, before))
-            if num_output > before:  # nobody saw it begin
+            if num_output > before:  # its beginning was not seen
                 request.stays[-1].decoding_since = sequence.scheduled_at or now
             del request.stays[:-MAX_STAYS]
         stay = request.stays[-1]

@@ -1,17 +1,22 @@
-"""The live view: the pipeline as a stream of snapshots; and with --chaos-demo, killing a replica of
-it."""
+"""The live view: the pipeline as a stream of snapshots; and with --chaos-demo, SIGKILL to a replica,
+to show that the text goes on. Only a process that the gateway's own parent has started is killed."""
 
+import asyncio
+import os
+import signal
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.responder import EventStream
 from services.gateway.cells import Cells
-from services.gateway.console.kill import check_origin, kill_replica
-from services.gateway.console.watch import Watch
-from services.gateway.context import Context
+from services.gateway.console.watch import LiveView
+from services.gateway.context import GatewayContext
 from shared.process.errors import Invalid
+from shared.process.settings import is_loopback
+from shared.process.telemetry import get_logger
 
 router = APIRouter(prefix="/live")
 
@@ -29,9 +34,9 @@ async def watch(request: Request) -> Response:
 
 @router.post("/kill")
 async def kill(request: Request) -> dict[str, Any]:
-    """With --chaos-demo: SIGKILL to a replica that was started beside this gateway, `{"replica_id":
+    """With --chaos-demo: SIGKILL to a replica that was started together with this gateway, `{"replica_id":
     …}`. 404 without."""
-    cells: Cells[Context] = request.app.state.cells
+    cells: Cells[GatewayContext] = request.app.state.cells
     context = cells.home
     if not context.settings.chaos_demo:
         raise Invalid("nothing is killed here: start with --chaos-demo", code="chaos_demo_off", status=404)
@@ -41,8 +46,8 @@ async def kill(request: Request) -> dict[str, Any]:
     return {"killed": replica_id}
 
 
-def watch_of(request: Request) -> Watch:
-    watch: Watch = request.app.state.watch
+def watch_of(request: Request) -> LiveView:
+    watch: LiveView = request.app.state.watch
     return watch
 
 
@@ -50,10 +55,57 @@ async def read_replica_id(request: Request) -> str:
     """Raises Invalid."""
     body = await request.body()
     try:
-        said = orjson.loads(body) if len(body) <= MAX_BODY else None
+        value = orjson.loads(body) if len(body) <= MAX_BODY else None
     except orjson.JSONDecodeError:
-        said = None
-    if not isinstance(said, dict) or not isinstance(said.get("replica_id"), str):
+        value = None
+    if not isinstance(value, dict) or not isinstance(value.get("replica_id"), str):
         raise Invalid('the body must be {"replica_id": …}', param="replica_id")
-    replica_id: str = said["replica_id"]
+    replica_id: str = value["replica_id"]
     return replica_id
+
+
+log = get_logger("penstock.gateway")
+
+LAST_WORDS_S = 0.2  # for the answer to go out, where the replica is this gateway itself
+TIMEOUT_S = 5.0
+
+
+def check_origin(request: Request) -> None:
+    """Refuse pages of other sites, even one whose name leads here. Raises Invalid (403)."""
+    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if not is_loopback(host) or site not in ("same-origin", "none") or kind != "application/json":
+        raise Invalid("only this gateway's own page on this machine may kill, with a body of type application/json", code="forbidden", status=403)
+
+
+async def kill_replica(context: GatewayContext, watch: LiveView, replica_id: str) -> None:
+    """Raises Invalid: 404 for one that is not alive, 403 for one that is not of this machine and
+    this launcher."""
+    stage = context.stage
+    here = stage.describe()
+    found = next((each for each in stage.registry.replicas if each.replica_id == replica_id), None)
+    if found is None:
+        raise Invalid(f"no replica {replica_id!r} is alive", param="replica_id", code="replica_not_found", status=404)
+    if found.host != here.host or await parent_of(found.pid) != os.getppid():
+        raise Invalid(f"{replica_id} was not started together with this gateway", param="replica_id", code="forbidden", status=403)
+    log.warning("killing, as asked", replica_id=replica_id, pid=found.pid)
+    watch.killed(replica_id)
+    if found.pid == here.pid:
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, os.kill, found.pid, signal.SIGKILL)
+    else:
+        os.kill(found.pid, signal.SIGKILL)
+
+
+async def parent_of(pid: int) -> int | None:
+    """The parent of a process; None: there is no such process."""
+    process = await asyncio.create_subprocess_exec(
+        "ps", "-o", "ppid=", "-p", str(pid), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            out, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        return None
+    return int(out) if out.strip() else None

@@ -20,7 +20,7 @@ class Queue:
 
     stage: str  # that reads it
     model: str
-    num_waiting: int  # entries that nobody has taken up
+    num_waiting: int  # entries that no replica has read
     num_taken: int  # entries that a replica works on
 
 

@@ -1,5 +1,5 @@
-"""Watch: reads the pipeline's state twice a second while somebody watches, as one JSON text for all
-watchers. Does nothing while nobody watches."""
+"""LiveView: reads the pipeline's state twice a second while there are watchers, as one JSON text for
+all of them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,12 +24,12 @@ from shared.wire.views import ComputeView
 log = get_logger("penstock.gateway")
 
 READ_EVERY_S = 0.5
-WATCHED_TTL_MS = 3000  # a gateway that dies with its watchers leaves nobody at work for them
+WATCHED_TTL_MS = 3000  # replicas stop writing views when a gateway has died with its watchers
 MAX_WATCHERS = 32
 PING_EVERY_S = 5.0  # while nothing can be shown
 
 
-class Watch:
+class LiveView:
     def __init__(self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions, *, can_kill: bool) -> None:
         """can_kill: the page may offer to."""
         self.stage = stage
@@ -47,7 +47,7 @@ class Watch:
     def enter(self) -> None:
         """One more watches. Raises Rejected if too many do."""
         if self._num_watchers >= MAX_WATCHERS:
-            raise Rejected(f"{MAX_WATCHERS} watch the pipeline already", status=429, retry_after_s=5)
+            raise Rejected(f"{MAX_WATCHERS} clients watch the pipeline already: try again later", status=429, retry_after_s=5)
         self._num_watchers += 1
         if self._task is None:
             self._recent = RecentRequests()

@@ -2,7 +2,7 @@
 prompt and choice.
 
 Submits the requests or takes a running response over, hands out their events, and cancels what is
-unfinished when nobody listens any more.
+unfinished when its last reader leaves.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Generation:
         self.subscription = subscription
         self.is_resumed = subscription.generation > 0
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
-        self.max_tokens: list[int | None] = [None] * len(positions)  # that the client asked for, of each sequence; of a resumed response nobody knows
+        self.max_tokens: list[int | None] = [None] * len(positions)  # that the client asked for, of each sequence; not known of a resumed response
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
@@ -80,7 +80,7 @@ class Generation:
         """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to
         call twice.
 
-        A response whose client may come back is cancelled when that time is over, unless somebody
+        A response whose client may come back is cancelled when that time is over, unless a client
         has resumed it by then.
         """
         self.pipeline.subscriptions.unsubscribe(self.subscription)
@@ -136,7 +136,7 @@ class Pipeline:
         return generation
 
     async def submit_unread(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-        """Submit a response that runs whether or not anybody reads it. Raises as `submit`."""
+        """Submit a response that runs whether or not a client reads it. Raises as `submit`."""
         await self._admit(caller, *joined_to_trace(record, requests), stored)
 
     async def _admit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
@@ -160,7 +160,7 @@ class Pipeline:
         """Take a response of the tenant's, of one of these kinds, over: from now on its events come
         here.
 
-        Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
+        Raises Invalid (400, 404), without effect on other readers; Recoverable as above.
         """
         with redis_errors_as_503():
             record = await find_record(self.client, tenant, response_id)

@@ -131,7 +131,7 @@ class LogReader:
     def _settle(self, subscription: Subscription, request_id: str, found: LogSnapshot) -> bool:
         """Hand on what the log has, or end the response. True: the log had something that no event
         had brought."""
-        if not found.has_record and not found.events:  # whoever computes it may die, and nobody would know that it was to be answered
+        if not found.has_record and not found.events:  # if its compute dies, no other one knows of it
             log.error("the request is gone from Redis", request_id=request_id)
             self._gone += [(subscription.model, each) for each in sorted(subscription.unfinished)]
             subscription.fail(GONE)

@@ -3,7 +3,7 @@ data, no Redis.
 
 Events may come twice (a step answered by two samplers), not at all (sent to a gateway that died),
 or after a hole: a position tells. What was seen is dropped; what does not follow is refused, and
-whoever offered it reads the log.
+the caller reads the log.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Subscription:
 
     def _is_other(self, event: TokenEvent) -> bool:
         """Whether a token that was taken before is another now, or the last where others have followed:
-        whoever computed again what Redis had lost is of another version or model."""
+        the replica that computed again what Redis had lost has another version or model."""
         since, tokens = self._taken[event.request_id]
         ends_before = event.finish_reason is not None and event.position < self.positions[event.request_id]
         return ends_before or (event.position > since and tokens[event.position - since - 1] != event.token_id)

@@ -5,16 +5,17 @@ A path that is not named here wants a key. Routes have the caller from `context_
 tenant from `tenant_of(request)`.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import time
+from collections import Counter, deque
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.errors import error_response
-from services.gateway.http.turns import Turns
 from services.requests.store.tenants.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
 from services.requests.store.tenants.limits import Caller
 from services.requests.store.tenants.tenant import EVERYBODY, NOBODY, Tenant
@@ -24,8 +25,8 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 
-# For everybody: what load balancers ask, and pages that say nothing of anybody's requests
-OPEN = frozenset({"/", "/health", "/v1/health", "/ready", "/ping", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+# Open to everyone: paths that load balancers ask, and pages without data of requests
+OPEN = frozenset({"/", "/health", "/v1/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
 OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
 ADMIN = frozenset({"/metrics", "/live"})
@@ -135,7 +136,7 @@ class Auth:
             return await refusal(scope, receive, send)
         caller = Caller(tenant or NOBODY)
         if not caller.tenant.is_admin and (path in ADMIN or path.startswith(ADMIN_FOLDERS)):
-            refusal = error_response(scope, 403, "This key may not do that: it takes an administrator's.", None, "insufficient_permissions")
+            refusal = error_response(scope, 403, "this key may not do that: use the key of an administrator", None, "insufficient_permissions")
             return await refusal(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller
         await self.turns.take(caller.tenant.tenant_id)
@@ -153,11 +154,11 @@ class Auth:
 def check_sees_all(tenant: Tenant) -> None:
     """Raises Invalid (403) for whom other tenants' work is not there."""
     if not tenant.sees_all:
-        raise Invalid("This key may not do that: it takes an administrator's.", code="insufficient_permissions", status=403)
+        raise Invalid("this key may not do that: use the key of an administrator", code="insufficient_permissions", status=403)
 
 
 def is_public(path: str) -> bool:
-    """Whether the path is for everybody: it says nothing of anybody's requests."""
+    """Whether the path needs no key: it has no data of requests."""
     return path in OPEN or path.startswith(OPEN_FOLDERS)
 
 
@@ -175,3 +176,38 @@ def key_of(headers: Headers) -> str:
     """The key that a request shows: OpenAI's header, else Anthropic's; empty: none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+A_ROUND = 2  # requests of one tenant
+
+
+class Turns:
+    """In each round of the event loop, a few of a tenant's requests begin. So another tenant's
+    request waits for a few of them, and not for all."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[str] = Counter()  # in this round, by tenant
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant
+
+    async def take(self, tenant_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next_round)
+        if self._begun[tenant_id] < A_ROUND:
+            self._begun[tenant_id] += 1
+            return
+        turn = loop.create_future()
+        self._waiting.setdefault(tenant_id, deque()).append(turn)
+        await turn
+
+    def _next_round(self) -> None:
+        self._begun.clear()
+        for tenant_id, waiting in [*self._waiting.items()]:
+            while waiting and self._begun[tenant_id] < A_ROUND:
+                if not (turn := waiting.popleft()).done():
+                    turn.set_result(None)
+                    self._begun[tenant_id] += 1
+            if not waiting:
+                del self._waiting[tenant_id]
+        if self._begun:
+            asyncio.get_running_loop().call_soon(self._next_round)

@@ -17,8 +17,8 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`. It is cancelled if the client goes away: nobody reads the answer. Raises
-    ClientDisconnect then."""
+    """Await `work`. If the client goes away, it is cancelled, and ClientDisconnect is
+    raised."""
     working, gone = asyncio.create_task(work), asyncio.create_task(until_disconnect(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

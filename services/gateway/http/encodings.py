@@ -10,7 +10,7 @@ GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # finds out by itself
 RAW = -zlib.MAX_WBITS  # deflate, as some clients understand it
 
 
-def decoder_for(header: str, max_bytes: int) -> "Decoder | None":
+def decoder_for(header: str, max_bytes: int) -> "BodyDecoder | None":
     """Make a decoder for a request's Content-Encoding. None: the body is plain. Raises Invalid
     (415)."""
     names = [name for part in header.split(",") if (name := part.strip().lower()) not in ("", "identity")]
@@ -19,10 +19,10 @@ def decoder_for(header: str, max_bytes: int) -> "Decoder | None":
     if len(names) > 1 or names[0] not in ("gzip", "x-gzip", "deflate"):
         message = f"Content-Encoding {', '.join(names)[:64]!r} is not taken, only {', '.join(TAKEN)}"
         raise Invalid(message, code="unsupported_content_encoding", status=415)
-    return Decoder(names[0], max_bytes)
+    return BodyDecoder(names[0], max_bytes)
 
 
-class Decoder:
+class BodyDecoder:
     def __init__(self, name: str, max_bytes: int) -> None:
         """max_bytes: of what it makes."""
         self.name = name
@@ -44,7 +44,7 @@ class Decoder:
                     self._inner = zlib.decompressobj(GZIP_OR_ZLIB)
                 made += self._inner.decompress(data, self.max_bytes - self.num_bytes - len(made) + 1)
                 if self.num_bytes + len(made) > self.max_bytes:
-                    raise Invalid(f"the body, decoded, is longer than {self.max_bytes} bytes", status=413)
+                    raise Invalid(f"the body, decoded, is longer than {self.max_bytes} bytes: send a shorter one", status=413)
                 data = self._inner.unconsumed_tail or self._inner.unused_data
         except zlib.error as error:
             raise Invalid(f"the body is not {self.name}: {error}", code="invalid_content_encoding") from None
@@ -54,4 +54,4 @@ class Decoder:
     def finish(self) -> None:
         """Raises Invalid for a body that was broken off."""
         if self._has_begun and not self._inner.eof:
-            raise Invalid(f"the body is not whole: its {self.name} has no end", code="invalid_content_encoding")
+            raise Invalid(f"the body is cut off: its {self.name} stream has no end", code="invalid_content_encoding")

@@ -3,7 +3,7 @@
 asyncio's own begin before any protocol hears of them and last for a minute: a thousand connections
 that send three bytes each would use up the files of this process. Here so many are under way at
 once and no more. One more ends the oldest of the address that has most, so an honest client, whose
-handshake takes milliseconds, gets through beside any number of others, from wherever they come.
+handshake takes milliseconds, gets through, however many others there are and wherever they come from.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ def page_of(found: Sequence[T], after: str | None, limit: int, id_of: Callable[[
     if after is not None:
         places = [number for number, each in enumerate(found) if id_of(each) == after]
         if not places:
-            raise Invalid(f"no object {after!r} in this list", param="after")
+            raise Invalid(f"no object {after!r} in this list: give the id of one that it has, or leave after out", param="after")
         found = found[places[0] + 1 :]
     page = [describe(each) for each in found[:limit]]
     return {

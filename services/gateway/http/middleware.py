@@ -1,5 +1,5 @@
-"""The layers around every request: its X-Request-Id, one Host, and a bound on its body. Plain
-ASGI, so that streams pass untouched."""
+"""The layers around every request: its X-Request-Id, one Host, a bound on its body, its count and
+its span. Plain ASGI, so that streams pass untouched."""
 
 import asyncio
 import re
@@ -9,10 +9,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.errors import error_response, speaks_anthropic
+from services.gateway.telemetry.metrics import Metrics
+from services.gateway.telemetry.traces import rooted, trace_headers
 from services.requests.bodies.ignored import HEADER, collecting
+from services.requests.errors import CLIENT_CLOSED
+from shared.process.tracing import Tracer
 
 UPLOAD_PATH = "/v1/files"
-MULTIPART_BYTES = 16 << 10  # of an upload, beside the file
+MULTIPART_BYTES = 16 << 10  # of an upload, in addition to the file
 STREAMS = ("/v1/streams/", "/v1/responses/", "/live")  # what GET may stream
 ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -96,7 +100,7 @@ class Slash:
         await self.app(scope, receive, send)
 
 
-class Head:
+class HeadRequests:
     """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a
     stream, whose reader it would become."""
 
@@ -165,3 +169,45 @@ class Ignored:
                 await send(message)
 
             await self.app(scope, receive, send_with_names)
+
+
+TRACED_GETS = ("/v1/streams/", "/v1/responses/")  # those that may stream; of the others only what is POSTed is traced
+METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
+
+
+class Observed:
+    """Counts each request by its status, and begins the span of its trace."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer | None) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = CLIENT_CLOSED  # unless an answer begins
+
+        async def send_observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        method = scope["method"] if scope["method"] in METHODS else "_OTHER"
+        try:
+            if self.tracer is None or not (method == "POST" or scope["path"].startswith(TRACED_GETS)):
+                return await self.app(scope, receive, send_observed)
+            with rooted(self.tracer, method, trace_headers(Headers(scope=scope)), {"http.request.method": method}) as span:
+                try:
+                    await self.app(scope, receive, send_observed)
+                finally:
+                    span.update_name(f"{method} {route_of(scope)}")
+                    span.set_attributes({"http.route": route_of(scope), "http.response.status_code": status})
+        finally:
+            self.metrics.http_requests.labels(method, route_of(scope), str(status)).inc()
+
+
+def route_of(scope: Scope) -> str:
+    """The path as the application declares it, so that there are as many as routes."""
+    return str(getattr(scope.get("route"), "path", "other"))

@@ -40,8 +40,8 @@ NO_HTTP = last_reply(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request", "inv
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Drops uvicorn's warnings of what anybody can send: bytes that are no HTTP, of which
-    `send_400_response` tells, and upgrades, which a server may pass over (RFC 9110, section 7.8)."""
+    """Drops uvicorn's warnings of input that any client can send: bytes that are no HTTP, which
+    `send_400_response` answers, and upgrades, which a server may pass over (RFC 9110, section 7.8)."""
     return not record.getMessage().startswith(("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket"))
 
 
@@ -111,7 +111,7 @@ class PatientProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            # The rest of a body that nobody wants has as long as headers: many clients read the
+            # The rest of a body that is not read has as long as headers: many clients read the
             # answer only when they have sent all
             self._header_timer.arm(self.header_timeout_s + (0 if self.cycle.more_body else self.keep_alive_timeout_s))
 
@@ -138,7 +138,7 @@ class PatientProtocol(HttpToolsProtocol):
             self.cut("its headers are too long")
 
     def cut(self, reason: str) -> None:
-        """Close without waiting for what is still to be written: nobody reads it."""
+        """Close without waiting for what is still to be written: the client has gone."""
         log.info("connection cut", client=self.client, reason=reason)
         self.transport.abort()
 

@@ -35,7 +35,7 @@ class SequenceClock:
         return (self.last_at - self.first_at) / (self.num_tokens - 1) if self.first_at is not None and self.num_tokens > 1 else None
 
 
-class Measured:
+class ResponseMeter:
     """Measures one response. A resumed one has no submission to count from: only its tokens and
     ends are counted."""
 
@@ -99,7 +99,7 @@ class Measured:
         figures.prompt_tokens.inc(clock.num_prompt_tokens)
         figures.prompt_tokens_cached.inc(clock.num_cached_tokens)
         if reason not in ("stop", "length"):
-            return  # how long it took until somebody gave up is nobody's latency
+            return  # the time until a client gives up is no latency
         if clock.num_prompt_tokens:
             figures.num_prompt_tokens.observe(clock.num_prompt_tokens)
             figures.num_prefill_tokens.observe(clock.num_prompt_tokens - clock.num_cached_tokens)
@@ -142,7 +142,7 @@ class Measured:
         times, the first token."""
         record, clocks, timelines = self.record, self._clocks, self.timelines
         firsts = [clock.first_at for clock in clocks if clock.first_at is not None]
-        said = {
+        summary = {
             "status": status, "finish_reason": finish_reason, "error": self.failure.code if self.failure is not None else None,
             "num_prompt_tokens": sum(clock.num_prompt_tokens for clock in clocks), "num_cached_tokens": sum(clock.num_cached_tokens for clock in clocks),
             "num_output_tokens": sum(clock.num_tokens for clock in clocks),
@@ -157,14 +157,14 @@ class Measured:
         trace = {"trace_id": record.traceparent[3:35]} if record.traceparent else {}
         rounded = {name: None if seconds is None else round(seconds, 6) for name, seconds in times.items()}
         head = {"response_id": record.response_id, "kind": record.kind, "model": record.served_model, "num_sequences": len(clocks)}
-        log.info("request ended", **head, **said, **rounded, **replicas, is_resumed=self.is_resumed, **trace)
-        self._trace(said | {key: value for key, value in rounded.items() if value is not None})
+        log.info("request ended", **head, **summary, **rounded, **replicas, is_resumed=self.is_resumed, **trace)
+        self._trace(summary | {key: value for key, value in rounded.items() if value is not None})
 
-    def _trace(self, said: dict[str, str | int | float | None]) -> None:
+    def _trace(self, summary: dict[str, str | int | float | None]) -> None:
         if self.root is None:
             return
         record = self.record
-        own = {f"penstock.{name}": value for name, value in said.items() if value is not None}
+        own = {f"penstock.{name}": value for name, value in summary.items() if value is not None}
         if self._heard_at:
             self.root.record("stream", self._heard_at, time.time(), {"penstock.is_resumed": self.is_resumed}, parent=record.traceparent)
         self.root.span.set_attributes({"gen_ai.request.model": record.model, "gen_ai.response.id": record.response_id, **own})

@@ -1,4 +1,4 @@
-"""The page /metrics: this gateway's own counts and times here, and beside them the pipeline's
+"""The page /metrics: this gateway's own counts and times here, and the pipeline's
 state (pipeline_state.py).
 
 Names are vLLM's where the meaning is the same, with our prefix; docs/operate/observe.md has them all. A
@@ -9,18 +9,21 @@ itself adds up over gateways; what it tells of other replicas, every gateway tel
 import asyncio
 import statistics
 import time
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from redis.exceptions import RedisError
 
 from services.gateway.telemetry.pipeline_state import PipelineState
-from services.gateway.telemetry.token_figures import TOKEN_SECONDS, TokenCounts, TokenFigures
 from services.requests.store.batches.figures import BatchFigures
 from shared.process.telemetry import get_logger
 from shared.wire.load import Load
@@ -33,6 +36,51 @@ RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the 
 log = get_logger("penstock.gateway")
 
 # From a small model's step on a GPU to a queue before a laptop's CPU
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)  # of one token
+
+
+@dataclass(slots=True)
+class ModelTokens:
+    """Counts of what happens at every token of one model, in plain numbers: prometheus_client's own
+    take a lock for each, and cost more than the token's text. The event loop's thread counts, and
+    renders."""
+
+    num_tokens: int = 0
+    # between two tokens of a sequence: how many times within each bound, and beyond the last
+    num_gaps: list[int] = field(default_factory=lambda: [0] * (len(TOKEN_SECONDS) + 1))
+    gaps_s: float = 0.0  # their sum
+
+    def gap(self, seconds: float) -> None:
+        """A token came so long after the one before it."""
+        self.num_gaps[bisect_left(TOKEN_SECONDS, seconds)] += 1
+        self.gaps_s += seconds
+
+
+class TokenFigures(Collector):
+    """The counts of all models, as /metrics shows them."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[str, ModelTokens] = {}
+
+    def of(self, model: str) -> ModelTokens:
+        return self.by_model.setdefault(model, ModelTokens())
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily("penstock_generation_tokens", "Tokens generated, as they reach the gateway", labels=["model_name"])
+        gaps = HistogramMetricFamily(
+            "penstock_inter_token_latency_seconds",
+            "Between the tokens of a sequence, as they reach the gateway; tokens that compute publishes together have none between them",
+            labels=["model_name"],
+        )
+        for model, counts in self.by_model.items():
+            tokens.add_metric([model], counts.num_tokens)
+            within = [sum(counts.num_gaps[: place + 1]) for place in range(len(counts.num_gaps))]
+            bounds = [*map(floatToGoString, TOKEN_SECONDS), "+Inf"]
+            gaps.add_metric([model], list(zip(bounds, within, strict=True)), counts.gaps_s)
+        yield tokens
+        yield gaps
+
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
@@ -48,7 +96,7 @@ class ModelMetrics:
     success: dict[str, CounterMetric]  # by finish reason
     prompt_tokens: CounterMetric
     prompt_tokens_cached: CounterMetric
-    tokens: TokenCounts
+    tokens: ModelTokens
     ttft: Histogram
     tpot: Histogram
     e2e: Histogram

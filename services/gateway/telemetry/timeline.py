@@ -8,8 +8,8 @@ from shared.wire.messages import Moments
 
 @dataclass(slots=True)
 class Timeline:
-    """Wall clock, s, of whoever did it; 0: unknown, or not yet. Who resumes a stream has not heard
-    of its first token."""
+    """Wall clock of the stage that did it, s; 0: unknown, or not yet. A gateway that resumes a stream
+    does not know of its first token."""
 
     submitted_at: float = 0.0
     tokenized_at: float = 0.0

@@ -11,6 +11,7 @@ name; what else is unknown is passed over, and named.
 What we sent, a client may send back: an assistant's message with all its fields.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import UnionType
@@ -21,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from services.requests.bodies.fields import WORD, shortened, whole_items
 from services.requests.bodies.ignored import MAX_NAMES, collecting, tell, tell_below
-from shared.model.sampling_params import BOUNDS
+from shared.model.sampling_params import Parameter
 
 Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 
@@ -69,7 +70,7 @@ OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_eq
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
-
+    sampling_parameters: ClassVar[dict[str, Parameter]] = {}  # its parameters, by their names here; parameters.py sets them
     integers: ClassVar[dict[str, tuple[float, float]]] = {}  # fields that take one, or several: the least, the largest
 
     _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
@@ -78,12 +79,12 @@ class Body(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         fields = {name: each for name, each in cls.model_fields.items() if takes_integers(each.annotation)}
-        cls.integers = {name: range_of(name, each.metadata) for name, each in fields.items()}
+        cls.integers = {name: range_of(each.metadata) for name, each in fields.items()}
 
     @model_validator(mode="wrap")
     @classmethod
     def _name_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler["Body"]) -> Any:
-        """The refused fields beside what else is wrong: a body of a million of them is a few
+        """The refused fields together with all other errors: a body of a million of them is a few
         errors."""
         if not isinstance(value, dict):
             return handler(value)
@@ -119,8 +120,9 @@ class Body(BaseModel):
         field = error["loc"][0] if is_beyond else ""
         if field not in cls.integers:
             return str(error["msg"])
-        least, largest = cls.integers[field]
-        return f"expected an integer from {least} to {largest}"
+        own = cls.sampling_parameters.get(field)
+        least, largest = own.accepted if own is not None and own.accepted is not None else cls.integers[field]
+        return f"expected an integer from {least} to {largest}" if math.isfinite(largest - least) else "expected an integer of 64 bits"
 
     @property
     def passed_over(self) -> list[str]:
@@ -152,10 +154,9 @@ def _again(error: Any, reason: str) -> InitErrorDetails:
     return InitErrorDetails(type=PydanticCustomError(error["type"], "{reason}", told), loc=error["loc"], input=None)
 
 
-def range_of(name: str, metadata: list[Any]) -> tuple[float, float]:
-    """The least and the largest integer of a field, by pydantic's metadata, or as a sampling parameter; else what
-    64 bits hold."""
-    least, largest = (BOUNDS if not metadata else {}).get(name, (-WORD, 2 * WORD - 1))
+def range_of(metadata: list[Any]) -> tuple[float, float]:
+    """The least and the largest integer of a field, by pydantic's metadata; infinite where it has no bound."""
+    least, largest = -math.inf, math.inf
     for each in metadata:
         least = getattr(each, "ge", getattr(each, "gt", least - 1) + 1)
         largest = getattr(each, "le", getattr(each, "lt", largest + 1) - 1)
@@ -183,8 +184,8 @@ def kinds_of(annotation: Any) -> Iterator[Any]:
 
 
 def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: Table) -> dict[str, Any]:
-    """The body without what asks for nothing. fields: pydantic's, of which null takes the default
-    where there is one."""
+    """The body without fields that ask for nothing. fields: pydantic's; null stands for a field's
+    default, if there is one."""
     return {key: each for key, each in value.items() if not _asks_nothing(key, each, fields, neutral)}
 
 

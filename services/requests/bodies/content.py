@@ -1,4 +1,4 @@
-"""The content of a message: a text, or parts, of which some may be images."""
+"""The content of a message: a text, or parts, some of which may be images."""
 
 import base64
 import binascii

@@ -103,10 +103,13 @@ def read_response(response_id: str, packed: bytes | None) -> ResponseRecord | No
 def make_record(
     kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, key: str = "", mark: str = "", **others: Any
 ) -> ResponseRecord:
-    """The record of a new response. key: what its id ends with; by default of random, and its last
-    digits are the mark; others: its further fields."""
-    response_id = PREFIXES[kind] + (key or uuid.uuid4().hex[len(mark) :] + mark)
-    return ResponseRecord(response_id, kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
+    """The record of a new response; others: its further fields."""
+    return ResponseRecord(new_id(kind, key, mark), kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
+
+
+def new_id(kind: str, key: str = "", mark: str = "") -> str:
+    """A response's id. key: its end; by default random digits, of which the last are the mark."""
+    return PREFIXES[kind] + (key or uuid.uuid4().hex[len(mark) :] + mark)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

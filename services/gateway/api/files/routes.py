@@ -19,7 +19,7 @@ from shared.wire.streams import FILE_TTL_S
 
 UPLOAD_TIMEOUT_S = 600.0
 MAX_UPLOADS = 8  # at once; each may take a file's size on this machine's disk until it is stored
-MAX_UPLOADS_OF_ONE = 4  # of them a tenant's: slow ones keep nobody else from uploading
+MAX_UPLOADS_OF_ONE = 4  # of one tenant, whose slow uploads then leave room for others'
 MAX_FILENAME = 255
 LEAST_TTL_S = 3600
 PURPOSES = ("batch", "vision", "user_data")
@@ -37,7 +37,7 @@ async def upload(request: Request) -> JSONResponse:
     """Keep a file: multipart/form-data with `file`, and `purpose`: batch, or vision or user_data for images."""
     context = context_of(request)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise Invalid("a file is uploaded as multipart/form-data", code="invalid_content_type")
+        raise Invalid("the upload is no multipart/form-data: send the file as one of its parts", code="invalid_content_type")
     owner = context.tenant.tenant_id
     if uploads.locked() or (owner and uploads_of[owner] >= MAX_UPLOADS_OF_ONE):
         raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5, code="too_many_uploads")

@@ -12,7 +12,7 @@ from services.requests.errors import RequestFailed, check
 from services.requests.text.answers.choice import Choice
 from services.requests.text.answers.prompt_logprobs import finite
 from services.requests.text.answers.sse import encode_event
-from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.model.sampling_params import SamplingParams
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 
@@ -89,7 +89,7 @@ class LlamaResponder(Responder):
 
 
 def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
-    """Each token's, and those of the likeliest in its place; nothing if nobody asked."""
+    """The logprob of each token and of the likeliest ones at its position; empty if logprobs were not requested."""
     if logprobs is None:
         return {}
 
@@ -114,17 +114,21 @@ def picked(answer: Json, paths: Sequence[str]) -> Json:
 
 def generation_settings(params: SamplingParams, body: LlamaBody) -> Json:
     """The request's parameters, by llama.cpp's names."""
-    dry, chain = params.dry or DryParams(0.0), params.chain or ChainParams()
     limit = -1 if body.limit is None else body.limit
-    return {
-        "n_predict": limit, "max_tokens": limit, "seed": params.seed, "temperature": params.temperature,
-        "dynatemp_range": chain.dynatemp_range, "dynatemp_exponent": chain.dynatemp_exponent,
-        "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "top_n_sigma": chain.top_n_sigma or -1.0, "typical_p": chain.typical_p,
-        "xtc_probability": chain.xtc_probability, "xtc_threshold": chain.xtc_threshold,
-        "repeat_last_n": -1, "repeat_penalty": params.repetition_penalty, "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty, "dry_multiplier": dry.multiplier, "dry_base": dry.base,
-        "dry_allowed_length": dry.allowed_length, "dry_penalty_last_n": dry.penalty_last_n, "dry_sequence_breakers": dry.sequence_breakers,
-        "mirostat": 0, "stop": params.stop, "ignore_eos": params.ignore_eos, "n_keep": 0, "min_keep": 0, "n_probs": params.logprobs or 0,
-        "logit_bias": [{"token": token, "bias": bias} for token, bias in params.logit_bias.items()], "stream": body.stream,
-        "grammar": body.grammar or "", "post_sampling_probs": False, "timings_per_token": body.timings_per_token, "lora": [],
-    }  # fmt: skip
+    settings = {name: each.of(params) for name, each in body.sampling_parameters.items()}
+    return settings | {
+        "n_predict": limit,
+        "max_tokens": limit,
+        "n_probs": params.logprobs or 0,
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in params.logit_bias.items()],
+        "top_n_sigma": settings["top_n_sigma"] or -1.0,
+        "repeat_last_n": -1,
+        "mirostat": 0,
+        "n_keep": 0,
+        "min_keep": 0,
+        "stream": body.stream,
+        "grammar": body.grammar or "",
+        "post_sampling_probs": False,
+        "timings_per_token": body.timings_per_token,
+        "lora": [],
+    }

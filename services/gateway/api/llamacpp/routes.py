@@ -12,9 +12,9 @@ from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.answering.infill import find_marks, infill_prompts
 from services.gateway.api.llamacpp.answers import LlamaResponder, generation_settings
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.bodies import parse
 from services.requests.bodies.fields import TokenIds
 from services.requests.dialects.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
@@ -22,7 +22,7 @@ from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 from services.requests.dialects.openai.translate import name_of, own_terms
 from services.requests.errors import RequestFailed
-from services.requests.prepare import embedder, prepare_chat, prepare_completion, refuse_modules, sees
+from services.requests.prepare import embedder, prepare, refuse_modules, sees
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import EncodingParams, RequestError
@@ -60,14 +60,14 @@ async def infill(request: Request) -> Response:
     return await answer(context, request, body, model, [*prompts])
 
 
-async def answer(context: Context, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
+async def answer(context: GatewayContext, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
     """Submit the completion that this is here, and answer as llama.cpp would."""
     biases = await biases_of(context, model, body.logit_bias or [])
     texts = [each if isinstance(each, str) else each.tolist() for each in prompts]
     asked = parse.check(CompletionBody, body.as_completion(model, texts, biases), lambda path: name_of(path, NAMES))
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     with own_terms(NAMES):
-        record, requests = await prepare_completion(context, asked, context.stage.replica_id, kind="llama")
+        record, requests = await prepare(context, asked.intent(), "llama", context.stage.replica_id)
     if not body.limit:
         requests = [replace(each, params=replace(each.params, max_tokens=body.limit)) for each in requests]
     generation = await context.pipeline.submit(context.caller, record, requests)
@@ -77,7 +77,7 @@ async def answer(context: Context, request: Request, body: LlamaBody, model: str
     return await (responder.stream() if body.stream else responder.whole(request))
 
 
-async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) -> list[str | TokenIds]:
+async def one_piece_each(context: GatewayContext, model: str, prompts: list[Pieces]) -> list[str | TokenIds]:
     """Each prompt as one piece: all of them texts, or all token ids, as a completion takes them. Each
     text of a mixture is encoded by itself."""
     texts = [pieces[0] for pieces in prompts if len(pieces) == 1 and isinstance(pieces[0], str)]
@@ -92,7 +92,7 @@ async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) ->
     return found
 
 
-async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, float]:
+async def biases_of(context: GatewayContext, model: str, biases: Biases) -> dict[str, float]:
     """The biases by token id. A text gives its bias to each of its tokens."""
     texts = [token for token, _ in biases if isinstance(token, str)]
     encoded = iter(await token_ids_of(context, model, texts, [EncodingParams(add_special_tokens=False)] * len(texts)) if texts else [])
@@ -106,8 +106,9 @@ async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, f
 async def apply_template(request: Request) -> Json:
     """The text that the model's chat template makes of a conversation."""
     context, body = await context_of(request).read(request, ChatCompletionBody)
-    refuse_modules(body)
-    _, [asked, *_] = await prepare_chat(context, body, "internal", body.model, context.stage.replica_id)
+    intent = body.intent()
+    refuse_modules(intent)
+    _, [asked, *_] = await prepare(context, intent, "internal", context.stage.replica_id)
     return await ask_tokenizer(context, asked.model, "render", asked)
 
 

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from msgspec import structs
 
 from services.gateway.answering.translated import TranslatedResponder
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.ollama.lines import OllamaLines, now_text
 from services.requests.dialects.ollama.schemas import (
     NAME_HERE,
@@ -28,7 +28,7 @@ from services.requests.dialects.ollama.schemas import (
 )
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.dialects.openai.translate import make_chat, own_terms, thinking_kwargs
-from services.requests.prepare import parsers_of, prepare_chat
+from services.requests.prepare import parsers_of, prepare
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatOptions, GenerateRequest
 from shared.wire.replica import Replica
@@ -57,13 +57,13 @@ async def generate(request: Request) -> Response:
         return loaded(context, body, {"response": ""})
     system = [{"role": "system", "content": body.system}] if body.system else []
     if body.images and body.raw:
-        raise Invalid("images are for the model's template: not with raw", param="images")
+        raise Invalid("images need the model's template: leave raw out", param="images")
     content = with_images(body.prompt, body.images, "images") if body.images else body.prompt
     chat = translated(context, body, [*system, {"role": "user", "content": content}], [])
     return await answer(context, request, body, chat, body.prompt if body.raw else None)
 
 
-def translated(context: Context, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
+def translated(context: GatewayContext, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
     given: Json = {
         **body.sampling(),
         "model": name_here(context, body.model),
@@ -78,11 +78,11 @@ def translated(context: Context, body: OllamaBody, messages: list[Json], tools: 
     return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt", "tools[{}]".format)
 
 
-async def answer(context: Context, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
+async def answer(context: GatewayContext, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
     """Submit and answer; raw: the prompt, if it is not to be a chat."""
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     with own_terms(NAME_HERE):
-        record, requests = await prepare_chat(context, chat, "ollama", body.model, context.stage.replica_id)
+        record, requests = await prepare(context, chat.intent(), "ollama", context.stage.replica_id, name=body.model)
     if raw is not None:  # no template, so no marks of it in the answer, and no thought before it
         record = replace(record, parsing=None)
         requests = [as_it_is(each, raw) for each in requests]
@@ -100,7 +100,7 @@ def as_it_is(request: GenerateRequest, prompt: str) -> GenerateRequest:
     return structs.replace(request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint)
 
 
-def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
+def loaded(context: GatewayContext, body: OllamaBody, nothing: Json) -> Response:
     """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there
     and stays, or the error says so."""
     context.resolve(name_here(context, body.model))
@@ -139,7 +139,7 @@ async def show(request: Request) -> dict[str, Any]:
     }
 
 
-def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
+def capabilities(context: GatewayContext, name: str, replica: Replica) -> list[str]:
     """List what the model can do, in Ollama's words."""
     if replica.is_encoder:
         return ["embedding"]
@@ -167,7 +167,7 @@ async def pull(request: Request) -> Response:
     return Response(b"".join(orjson.dumps(line) + b"\n" for line in lines), media_type=OllamaLines.media_type)
 
 
-def name_here(context: Context, name: str) -> str:
+def name_here(context: GatewayContext, name: str) -> str:
     """The name as it is served: without the tag that Ollama's clients add."""
     names = context.served_names()
     return name.removesuffix(LATEST) if name not in names and name.endswith(LATEST) else name

@@ -24,7 +24,7 @@ class Beam:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Hypothesis:
     token_ids: tuple[int, ...]  # without an end token
     score: float
     is_stopped: bool  # by an end token; else by the length
@@ -41,7 +41,7 @@ class BeamSearch:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     running: list[Beam] = field(default_factory=lambda: [Beam()])
-    answers: list[Answer] = field(default_factory=list)  # the best first
+    answers: list[Hypothesis] = field(default_factory=list)  # the best first
     is_over: bool = False
     _length: int = 0
 
@@ -73,7 +73,7 @@ class BeamSearch:
     def _keep(self, beam: Beam) -> None:
         is_stopped = beam.token_ids[-1] in self.eos_token_ids
         own = beam.token_ids[:-1] if is_stopped else beam.token_ids
-        self.answers.append(Answer(own, beam.logprob / self._length**self.length_penalty, is_stopped, len(beam.token_ids)))
+        self.answers.append(Hypothesis(own, beam.logprob / self._length**self.length_penalty, is_stopped, len(beam.token_ids)))
 
     def _can_improve(self) -> bool:
         """Whether the best running beam may become better than the worst answer, as far as

@@ -14,44 +14,37 @@ import numpy as np
 from msgspec.structs import replace
 
 from services.gateway.answering.ask import ask_all, ask_tokenizer, question
-from services.gateway.api.openai.beam_search import BeamSearch, EarlyStopping
-from services.gateway.context import Context
+from services.gateway.api.openai.beam_search import BeamSearch
+from services.gateway.context import GatewayContext
+from services.requests.dialects.openai.intent import BeamOptions
 from services.requests.text.answers.choice import Choice
 from shared.model.arrays import Int32Array
-from shared.model.sampling_params import MAX_LOGPROBS, ChainParams, SamplingParams
+from shared.model.sampling_params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from shared.process.errors import Invalid, Rejected
 from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest, TokenEvent
 
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
 PATIENCE_S = 30.0  # for a full server, once a search has begun
 PAUSE_S = 0.25
-# What a search does not honour, and so must not be asked: fields of SamplingParams, which are to
-# have their defaults.
-UNUSED = (
-    "min_tokens", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-    "logprobs", "prompt_logprobs", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
-)  # fmt: skip
+# The sampling parameters that a search honours; all others must have their defaults.
+USED = ("max_tokens", "temperature", "seed", "ignore_eos", "skip_special_tokens")
 
 
 def check_beams(request: GenerateRequest, width: int) -> None:
     """Raises Invalid for a search that can't be done."""
-    params, plain, plain_chain = request.params, SamplingParams(), ChainParams()
+    params = request.params
     if request.constraint is not None:
-        raise Invalid(f"{request.constraint.param} is not available with use_beam_search", param=request.constraint.param)
-    unused = [name for name in UNUSED if getattr(params, name) != getattr(plain, name)] + ["dry_multiplier"] * (params.dry is not None)
-    if params.chain is not None:
-        unused += [name for name in ChainParams.__struct_fields__ if getattr(params.chain, name) != getattr(plain_chain, name)]
-    if unused:
-        raise Invalid(f"{unused[0]} is not available with use_beam_search", param=unused[0])
+        raise Invalid(f"{request.constraint.param} is not available with use_beam_search: leave it out", param=request.constraint.param)
+    for each in PARAMETERS:
+        if each.name not in USED and each.of(params) != each.default:
+            raise Invalid(f"{each.name} is not available with use_beam_search: leave it out", param=each.name)
     if not (params.is_greedy or params.temperature == 1.0):
         raise Invalid("use_beam_search takes the model's own probabilities: leave temperature out, or give 0 or 1", param="temperature")
     if width >= MAX_LOGPROBS:
         raise Invalid(f"beams (n, or best_of) must be below {MAX_LOGPROBS}, got {width}", param="n")
 
 
-async def search_prompt(
-    context: Context, request: GenerateRequest, *, width: int, length_penalty: float, early_stopping: EarlyStopping, num_best: int
-) -> list[Choice]:
+async def search_prompt(context: GatewayContext, request: GenerateRequest, options: BeamOptions, *, num_best: int) -> list[Choice]:
     """The best answers to one prompt. Raises Invalid, Rejected, RequestFailed."""
     model, params = request.model, request.params
     tokens = await ask_tokenizer(context, model, "tokenize", question(
@@ -60,7 +53,8 @@ async def search_prompt(
     ))  # fmt: skip
     prompt, room = np.array(tokens["tokens"], np.int32), tokens["max_model_len"] - tokens["count"]
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    search = BeamSearch(width, max_tokens, () if params.ignore_eos else tuple(tokens["eos_token_ids"]), length_penalty, early_stopping)
+    ends = () if params.ignore_eos else tuple(tokens["eos_token_ids"])
+    search = BeamSearch(options.width, max_tokens, ends, options.length_penalty, options.early_stopping)
     check_size(search, len(prompt), room, "messages" if request.messages is not None else "prompt")
     fingerprints: dict[str, None] = {}
     while not search.is_over:
@@ -81,7 +75,7 @@ async def search_prompt(
 def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str) -> None:
     """Raises Invalid for a search that takes too much."""
     if not num_prompt_tokens:
-        raise Invalid("the prompt is empty: it has no tokens", param=field)
+        raise Invalid("the prompt is empty: give at least one token", param=field)
     if room < 1:
         reason = f"the prompt has {num_prompt_tokens} tokens; this model takes {num_prompt_tokens + room} in all"
         raise Invalid(f"{reason}: shorten it", param=field, code="context_length_exceeded")
@@ -91,7 +85,7 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
         raise Invalid(f"beams times max_tokens must be at most {MAX_STEPS}, got {search.width * search.max_tokens}", param="max_tokens")
 
 
-async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[TokenEvent]]:
+async def step(context: GatewayContext, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[TokenEvent]]:
     """Ask for each running beam's likeliest next tokens; returns the events of each. Waits while the
     server is full."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates)
@@ -112,7 +106,7 @@ async def step(context: Context, request: GenerateRequest, prompt: Int32Array, s
             await asyncio.sleep(PAUSE_S)
 
 
-async def text_of(context: Context, request: GenerateRequest, prompt: Int32Array, token_ids: tuple[int, ...]) -> str:
+async def text_of(context: GatewayContext, request: GenerateRequest, prompt: Int32Array, token_ids: tuple[int, ...]) -> str:
     """The text that an answer's tokens add to the prompt's."""
     tail = prompt[-8:]
 

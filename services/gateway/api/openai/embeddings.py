@@ -4,7 +4,7 @@ ends with its vector and without a token."""
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
 from services.requests.dialects.openai.embeddings import EmbeddingBody
 
@@ -17,7 +17,7 @@ async def embeddings(request: Request) -> Response:
     return await answer_embeddings(*await context_of(request).read(request, EmbeddingBody), request)
 
 
-async def answer_embeddings(context: Context, body: EmbeddingBody, request: Request) -> Response:
+async def answer_embeddings(context: GatewayContext, body: EmbeddingBody, request: Request) -> Response:
     """Submit inputs, and answer their vectors."""
     responder = await submit_embeddings(context, body, request, EmbeddingResponder)
     responder.is_base64 = body.encoding_format == "base64"

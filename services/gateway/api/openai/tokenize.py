@@ -43,7 +43,7 @@ class TokenizeBody(Body):
     def check(self) -> None:
         """Raises Invalid unless there is one thing to encode."""
         if (self.prompt is None) == (self.messages is None):
-            raise Invalid("give prompt or messages, one of them", param="prompt")
+            raise Invalid("give either prompt or messages", param="prompt")
         for name in OF_TEMPLATES if self.messages is None else ():
             if getattr(self, name) not in (None, [], {}, type(self).model_fields[name].default):
                 raise Invalid(f"{name} is for messages, which a template renders", param=name)

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody, TextsBody
-from services.gateway.context import Context, context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
 from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.dialects.openai.translate import in_own_terms, own_terms
@@ -53,7 +53,7 @@ def listed(record: ResponseRecord, data: list[Json]) -> Json:
 
 
 async def answer(
-    request: Request, context: Context, body: EmbeddingBody, kind: str, to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
+    request: Request, context: GatewayContext, body: EmbeddingBody, kind: str, to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
 ) -> Response:
     names = NAMES.get(kind, {})
     with own_terms(names):
@@ -112,7 +112,7 @@ async def rerank(request: Request) -> Response:
     return await answer_scores(request, context, body, [body.query], body.documents, "rerank", to_body)
 
 
-async def rerank_texts(request: Request, context: Context, body: TextsBody) -> Response:
+async def rerank_texts(request: Request, context: GatewayContext, body: TextsBody) -> Response:
     """The answer is a list of scores, the best first."""
 
     def to_body(_: ResponseRecord, scores: Sequence[float]) -> list[Json]:
@@ -130,7 +130,7 @@ def best_first(scores: Sequence[float], most: int | None) -> list[int]:
 
 
 async def answer_scores(
-    request: Request, context: Context, body: PairsBody, firsts: list[str], seconds: list[str], kind: str,
+    request: Request, context: GatewayContext, body: PairsBody, firsts: list[str], seconds: list[str], kind: str,
     to_body: Callable[[ResponseRecord, Sequence[float]], Json | list[Json]],
 ) -> Response:  # fmt: skip
     """firsts: one text, or as many as `seconds`."""

@@ -61,7 +61,7 @@ class ScoreBody(PairsBody):
     documents: Texts | None = Field(None, description="text_2 by its newer name")
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """Both sides, of which the first has one text or as many as the second. Raises Invalid."""
+        """Both sides; the first has one text, or as many as the second. Raises Invalid."""
         firsts, seconds = self.text_1 or self.queries, self.text_2 or self.documents
         if firsts is None or seconds is None:
             raise Invalid("give text_1 and text_2 (or queries and documents)", param="text_1" if firsts is None else "text_2")

@@ -3,7 +3,7 @@ keys are still good: what runs, and what is stored."""
 
 from typing import Any
 
-from services.gateway.context import Context
+from services.gateway.context import GatewayContext
 from services.requests.store.client import redis_errors_as_503
 from services.requests.store.record import ResponseRecord, find_record, read_response
 from shared.wire.streams import held_key, inflight_key, open_key, response_key, response_of, stored_key
@@ -11,12 +11,12 @@ from shared.wire.streams import held_key, inflight_key, open_key, response_key, 
 Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
 
 
-async def running(contexts: list[Context]) -> Found:
+async def running(contexts: list[GatewayContext]) -> Found:
     """The responses of all tenants that run now, in these cells."""
     return [found for context in contexts for found in await _running(context)]
 
 
-async def _running(context: Context) -> Found:
+async def _running(context: GatewayContext) -> Found:
     models = {replica.model for replica in context.stage.registry.replicas if replica.model is not None}
     with redis_errors_as_503():
         async with context.client.pipeline(transaction=False) as pipe:
@@ -26,19 +26,19 @@ async def _running(context: Context) -> Found:
         return await _records(context, sorted({response_of(each) for each in request_ids if each}))
 
 
-async def held(contexts: list[Context], tenant_id: str, count: int) -> Found:
+async def held(contexts: list[GatewayContext], tenant_id: str, count: int) -> Found:
     """A tenant's responses that run or are stored: in each of these cells, the `count` that stay
     longest, and one more."""
     return [found for context in contexts for found in await _held(context, tenant_id, count)]
 
 
-async def _held(context: Context, tenant_id: str, count: int) -> Found:
+async def _held(context: GatewayContext, tenant_id: str, count: int) -> Found:
     with redis_errors_as_503():
         members: Any = await context.client.zrevrange(held_key(tenant_id), 0, count)
         return await _records(context, [each.decode().partition("/")[2] for each in members])
 
 
-async def _records(context: Context, response_ids: list[str]) -> Found:
+async def _records(context: GatewayContext, response_ids: list[str]) -> Found:
     async with context.client.pipeline(transaction=False) as pipe:
         for response_id in response_ids:
             pipe.get(response_key(response_id))
@@ -48,7 +48,7 @@ async def _records(context: Context, response_ids: list[str]) -> Found:
     return [(record, bool(is_open)) for record, is_open in zip(records, replies[1::2], strict=True) if record is not None]
 
 
-async def find_any(context: Context, response_id: str) -> ResponseRecord | None:
+async def find_any(context: GatewayContext, response_id: str) -> ResponseRecord | None:
     """Find another tenant's response, or one that is not stored. None: there is none, or it is the
     administrator's own, which is handled as everybody's."""
     with redis_errors_as_503():

@@ -4,21 +4,25 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
+from msgspec import structs
 
+from services.gateway.answering.ask import ask_tokenizer
 from services.gateway.answering.responder import EventStream
 from services.gateway.answering.token_count import count_tokens
 from services.gateway.answering.translated import TranslatedResponder
 from services.gateway.api.responses.overview import find_any, held, running, summary
-from services.gateway.api.responses.truncation import num_too_many
-from services.gateway.context import context_of
+from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.auth import check_sees_all
 from services.gateway.http.docs import takes
-from services.gateway.telemetry.measured import Measured
+from services.gateway.telemetry.measured import ResponseMeter
+from services.requests.dialects.openai.translate import own_terms
 from services.requests.dialects.responses.chat import NAME_HERE, chat_of
 from services.requests.dialects.responses.conversation import with_conversation
 from services.requests.dialects.responses.events import ResponseEvents
+from services.requests.dialects.responses.items import Json
 from services.requests.dialects.responses.prepare import prepare_response
 from services.requests.dialects.responses.schemas import ResponseBody
+from services.requests.prepare import prepare
 from shared.process.errors import Invalid, Rejected
 
 router = APIRouter(prefix="/v1/responses")
@@ -49,7 +53,7 @@ async def create(request: Request) -> Response:
         context.metrics.background.labels(record.served_model).inc()
         context.log_submitted(record, body.user, request.state.request_id)
         return EventStream(context.store.follow(record, events.asked), on_close=leave) if leave is not None else JSONResponse(events.whole())
-    measured = Measured(context.metrics)
+    measured = ResponseMeter(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests, content)
     context.log_submitted(record, body.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
@@ -99,7 +103,7 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
             raise
     events = ResponseEvents(record, stored.asked, after=after)
     generation = await context.pipeline.resume(context.tenant, response_id, None, ("response",))
-    return await TranslatedResponder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
+    return await TranslatedResponder(generation, ResponseMeter(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
 
 
 @router.post("/{response_id}/cancel")
@@ -139,7 +143,7 @@ async def input_items(
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise Invalid(f"no item {after!r} in the input", param="after")
+            raise Invalid(f"no item {after!r} in the input: give the id of one that it has, or leave after out", param="after")
         items = items[places[0] + 1 :]
     page = items[:limit]
     return {
@@ -149,3 +153,34 @@ async def input_items(
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(items) > limit,
     }
+
+
+async def num_too_many(context: GatewayContext, body: ResponseBody, before: list[Json]) -> int:
+    """How many of the first items must go so that the rest fits the model, with room for the
+    answer; what is left begins with a user's message. The instructions stay. The tokenizer counts,
+    a few times: the more is left out, the shorter it is. Raises as any request."""
+    items = [*before, *body.input]
+    cuts = [0, *(number for number, item in enumerate(items) if number and item["type"] == "message" and item["role"] == "user")]
+    if await _fits(context, body, before, cuts[0]):
+        return cuts[0]
+    # From the end on: what is counted is never much longer than what fits
+    low, high, step = 0, len(cuts) - 1, 1
+    while high - step > low and await _fits(context, body, before, cuts[high - step]):
+        high, step = high - step, 2 * step
+    low = max(low, high - step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if await _fits(context, body, before, cuts[middle]):
+            high = middle
+        else:
+            low = middle
+    return cuts[high]
+
+
+async def _fits(context: GatewayContext, body: ResponseBody, before: list[Json], num_dropped: int) -> bool:
+    chat = chat_of(body, before, num_dropped=num_dropped)
+    with own_terms(NAME_HERE):
+        _, [request] = await prepare(context, chat.intent(), "response", context.stage.replica_id)
+    found = await ask_tokenizer(context, request.model, "tokenize", structs.replace(request, params=structs.replace(request.params, max_tokens=0)))
+    longest, wanted = found["max_model_len"], body.max_output_tokens or 1
+    return bool(found["count"] + (wanted if wanted < longest else 1) <= longest)  # more than the model's length is cut to what is left

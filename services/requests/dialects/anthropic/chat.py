@@ -2,18 +2,20 @@
 
 from services.requests.bodies.fields import shortened
 from services.requests.bodies.ignored import pass_over
+from services.requests.bodies.parameters import given_values
 from services.requests.dialects.anthropic.blocks import Json
 from services.requests.dialects.anthropic.errors import NO_THREADS
 from services.requests.dialects.anthropic.schemas import CountTokensBody, MessagesBody, OutputConfig
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.dialects.openai.tools import pass_over_hosted, refuse_server_tool
 from services.requests.dialects.openai.translate import make_chat, thinking_kwargs
+from shared.model.sampling_params import parameters_of
 from shared.process.errors import Invalid
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
-NAME_HERE = {
-    "stop": "stop_sequences", "response_format": "output_config.format", "response_format.json_schema": "output_config.format",
+NAME_HERE = {each.name: name for name, each in parameters_of("anthropic").items()} | {
+    "response_format": "output_config.format", "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort", "chat_template_kwargs": "thinking", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "user": "metadata.user_id", "tools[].function": "tools[]", "tools[].function.parameters": "tools[].input_schema",
     "tool_choice.function": "tool_choice",
@@ -40,10 +42,11 @@ def chat_of(body: CountTokensBody) -> ChatCompletionBody:
     if body.messages[-1][1]["role"] == "assistant":  # the answer is to go on with it
         given |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesBody):
-        given |= {
-            "max_tokens": body.max_tokens, "stop": body.stop_sequences or None, "stream": body.stream, "temperature": body.temperature, "top_p": body.top_p,
-            "top_k": body.top_k, "seed": body.seed, "user": body.metadata.user_id if body.metadata else None,
-        }  # fmt: skip
+        given |= given_values(body) | {
+            "stop": body.stop_sequences or None,
+            "stream": body.stream,
+            "user": body.metadata.user_id if body.metadata else None,
+        }
 
     def place_of(number: int) -> str:
         return "system" if number < len(system) else f"messages[{body.messages[number - len(system)][0]}]"

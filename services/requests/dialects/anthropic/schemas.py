@@ -6,9 +6,10 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
 from services.requests.bodies.fields import MAX_NAME, at_most
+from services.requests.bodies.parameters import takes_parameters
 from services.requests.dialects.anthropic.blocks import MESSAGES_SCHEMA, SYSTEM_SCHEMA, Json, read_messages, read_system
-from services.requests.dialects.openai.schemas import MAX_USER, description_of
-from shared.model.sampling_params import MAX_STOP_STRINGS
+from services.requests.dialects.openai.schemas import MAX_USER
+from shared.model.sampling_params import MAX_STOP_STRINGS, parameter
 
 MAX_TOOLS = 128
 MAX_REQUESTS = 50_000  # of a batch
@@ -50,16 +51,14 @@ class CountTokensBody(Body):
     mcp_servers: list[Any] | None = Field(None, description="refused, unless empty: the client runs its tools itself")
 
 
+@takes_parameters("anthropic")
 class MessagesBody(CountTokensBody):
     neutral: ClassVar[Table] = CountTokensBody.neutral | {"compaction": REFUSED}  # which asks for a summary instead of an answer
 
-    max_tokens: int = Field(ge=1, description=description_of("max_tokens"))
-    stop_sequences: Annotated[list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description=description_of("stop"))
+    max_tokens: int = Field(ge=1, description=parameter("max_tokens").description)
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description=parameter("stop").description)
     stream: bool = Field(False, description="send the answer as it comes, as Anthropic's events")
-    temperature: Any = Field(None, description=description_of("temperature"))
-    top_p: Any = Field(None, description=description_of("top_p"))
-    top_k: Any = Field(None, description=description_of("top_k"))
-    seed: Any = Field(None, description=f"Penstock's own: {description_of('seed')}")
+    seed: Any = Field(None, description=f"Penstock's own: {parameter('seed').description}")
     metadata: Metadata | None = Field(None, description="user_id")
 
 

@@ -6,9 +6,10 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import OF_LLAMA_CPP, Body, Table
 from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids, whole, whole_items
+from services.requests.bodies.parameters import given_values, takes_parameters
 from services.requests.dialects.openai.schemas import MAX_USER, description_of
 from services.requests.dialects.openai.translate import as_llama_reads
-from shared.model.sampling_params import MAX_LOGIT_BIAS
+from shared.model.sampling_params import MAX_LOGIT_BIAS, parameter
 from shared.process.errors import Invalid
 
 Json = dict[str, Any]
@@ -21,13 +22,8 @@ MAX_FIELDS = 64  # response_fields
 NEVER = -100.0  # the least bias that a token can have
 MAX_PIECES = 4096  # of a prompt that mixes texts and token ids
 MAX_EXTRA = 1024  # files that an infill is told of
-# The fields that a completion calls the same are taken over as they are; these it calls otherwise.
-RENAMED = {"n_predict": "max_tokens", "n_probs": "logprobs", "n_cmpl": "n", "repeat_penalty": "repetition_penalty", "return_tokens": "return_token_ids"}
-SAME = (
-    "stream", "seed", "stop", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "presence_penalty", "frequency_penalty", "ignore_eos",
-    "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "dry_sequence_breakers", "user",
-)  # fmt: skip
+# What a completion calls the other fields
+RENAMED = {"stream": "stream", "user": "user", "n_cmpl": "n", "return_tokens": "return_token_ids"}
 
 
 def read_prompts(value: Any, most: int = MAX_SEQUENCES) -> list[Pieces]:
@@ -103,8 +99,9 @@ def read_biases(value: Any) -> Biases:
     return found
 
 
+@takes_parameters("llamacpp")
 class LlamaBody(Body):
-    """The fields that completions and infills share."""
+    """The fields that completions and infills share, with the sampling parameters."""
 
     neutral: ClassVar[Table] = OF_LLAMA_CPP
 
@@ -116,26 +113,7 @@ class LlamaBody(Body):
     n_probs: int | None = Field(None, ge=0, description="logprobs of so many of the likeliest tokens at each position")
     return_tokens: bool | None = Field(None, description="the answer has its token ids, as tokens")
     seed: int | None = Field(None, description="-1, or 2^32 - 1: at random")
-    stop: str | list[str] | None = Field(None, description=description_of("stop"))
-    temperature: float | None = Field(None, description=description_of("temperature"))
-    top_k: int | None = Field(None, description=description_of("top_k"))
-    top_p: float | None = Field(None, description=description_of("top_p"))
-    min_p: float | None = Field(None, description=description_of("min_p"))
-    typical_p: float | None = Field(None, description=description_of("typical_p"))
-    top_n_sigma: float | None = Field(None, description=description_of("top_n_sigma"))
-    repeat_penalty: float | None = Field(None, description=description_of("repetition_penalty"))
-    presence_penalty: float | None = Field(None, description=description_of("presence_penalty"))
-    frequency_penalty: float | None = Field(None, description=description_of("frequency_penalty"))
-    ignore_eos: bool | None = Field(None, description=description_of("ignore_eos"))
-    xtc_probability: float | None = Field(None, description=description_of("xtc_probability"))
-    xtc_threshold: float | None = Field(None, description=description_of("xtc_threshold"))
-    dynatemp_range: float | None = Field(None, description=description_of("dynatemp_range"))
-    dynatemp_exponent: float | None = Field(None, description=description_of("dynatemp_exponent"))
-    dry_multiplier: float | None = Field(None, description=description_of("dry_multiplier"))
-    dry_base: float | None = Field(None, description=description_of("dry_base"))
-    dry_allowed_length: int | None = Field(None, description=description_of("dry_allowed_length"))
-    dry_penalty_last_n: int | None = Field(None, description=description_of("dry_penalty_last_n"))
-    dry_sequence_breakers: list[str] | None = Field(None, description=description_of("dry_sequence_breakers"))
+    stop: str | list[str] | None = Field(None, description=parameter("stop").description)
     grammar: str | None = Field(None, description="the answer must match this grammar, in llama.cpp's GBNF; not together with json_schema")
     json_schema: Json | None = Field(None, description="the answer must match this JSON schema")
     logit_bias: Annotated[Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = Field(
@@ -157,7 +135,8 @@ class LlamaBody(Body):
         """The body of the same completion. Raises Invalid."""
         if self.grammar and self.json_schema is not None:
             raise Invalid("give grammar or json_schema, not both", param="grammar")
-        given = {name: as_llama_reads(name, getattr(self, name)) for name in SAME} | {ours: getattr(self, name) for name, ours in RENAMED.items()}
+        given = {name: as_llama_reads(name, value) for name, value in given_values(self).items()}
+        given |= {ours: getattr(self, name) for name, ours in RENAMED.items()}
         given["max_tokens"] = self.limit or None  # 0 is set later: to a completion it is a mistake
         given["logprobs"] = self.n_probs or None
         given["seed"] = None if self.seed is not None and (self.seed < 0 or self.seed == RANDOM_SEED) else self.seed

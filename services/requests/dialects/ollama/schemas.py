@@ -10,6 +10,7 @@ from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_PARTS, PRO
 from services.requests.bodies.ignored import tell_others
 from services.requests.dialects.openai.schemas import MAX_MESSAGES
 from services.requests.dialects.openai.translate import as_llama_reads
+from shared.model.sampling_params import parameters_of
 from shared.process.errors import Invalid
 
 Json = dict[str, Any]
@@ -19,11 +20,7 @@ MESSAGES_SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"
 
 # What a chat calls an option. The others of Ollama's say how a model is loaded and run there, or
 # nothing to us: they are passed over, as Ollama does
-OPTIONS = {
-    "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p", "seed": "seed",
-    "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-    "mirostat": "mirostat", "tfs_z": "tfs_z",
-}  # fmt: skip
+OPTIONS = {name: each.name for name, each in parameters_of("ollama").items()} | {"mirostat": "mirostat", "tfs_z": "tfs_z"}
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
 NAME_HERE = {chat: f"options.{name}" for name, chat in OPTIONS.items()} | {
     "response_format": "format", "response_format.json_schema": "format", "response_format.json_schema.schema": "format",

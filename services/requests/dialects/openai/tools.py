@@ -45,22 +45,22 @@ class Tool(Body):
     function: Function = Field(description="the function's name and schema")
 
 
-class Grammar(Body):
+class CustomGrammar(Body):
     syntax: Literal["lark", "regex"] = Field(description="told to the model")
     definition: str = Field(description="the grammar's text, told to the model")
 
 
-class Format(Body):
+class CustomFormat(Body):
     """The format of a custom tool's input."""
 
     type: Literal["text", "grammar"] = Field(description="text is any text")
-    grammar: Grammar | None = Field(None, description="the grammar that the model is told of")
+    grammar: CustomGrammar | None = Field(None, description="the grammar that the model is told of")
 
 
 class Custom(Body):
     name: str = Field(pattern=NAME_PATTERN, description="by which the model calls it")
     description: str | None = Field(None, description="told to the model by its template")
-    format: Format | None = Field(None, description="the model is told of a grammar; it is not held to it")
+    format: CustomFormat | None = Field(None, description="the model is told of a grammar; it is not held to it")
 
 
 class CustomTool(Body):
@@ -72,8 +72,8 @@ class CustomTool(Body):
     @property
     def function(self) -> Function:
         grammar = self.custom.format.grammar if self.custom.format is not None else None
-        told = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar is not None else None
-        description = "\n\n".join(text for text in (self.custom.description, told) if text) or None
+        hint = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar is not None else None
+        description = "\n\n".join(text for text in (self.custom.description, hint) if text) or None
         return Function(name=self.custom.name, description=description, parameters=TAKES_TEXT)
 
 
@@ -184,13 +184,13 @@ class Calling:
             return tags_constraint({"type": "tag", "begin": "", "content": tagged(offer, "", "")["content"], "end": ""})
         return tags_constraint(calls_format(self.offers(), is_parallel=self.is_parallel))
 
-    def offers(self) -> list["Offer"]:
+    def offers(self) -> list["ToolOffer"]:
         numbers = {tool.function.name: number for number, tool in enumerate(self.tools)}
-        return [Offer(tool.function.name, schema_of(tool), f"tools[{numbers[tool.function.name]}].function.parameters") for tool in self.callable]
+        return [ToolOffer(tool.function.name, schema_of(tool), f"tools[{numbers[tool.function.name]}].function.parameters") for tool in self.callable]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolOffer:
     """A function that may be called. param: the field that says what its arguments are."""
 
     name: str
@@ -208,7 +208,7 @@ def schema_of(tool: Tool | CustomTool) -> dict[str, Any]:
     return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
 
 
-def calls_format(offers: Sequence[Offer], *, is_parallel: bool) -> dict[str, Any]:
+def calls_format(offers: Sequence[ToolOffer], *, is_parallel: bool) -> dict[str, Any]:
     """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. A model that has nothing more to
     call may go on with calls: there is a most of them."""
     tags = [tagged(offer, json_head(offer, "parameters"), "}") for offer in offers]
@@ -217,39 +217,39 @@ def calls_format(offers: Sequence[Offer], *, is_parallel: bool) -> dict[str, Any
     return {"type": "tag", "begin": "[", "content": calls, "end": "]"}
 
 
-def tagged(offer: Offer, begin: str, end: str) -> dict[str, Any]:
+def tagged(offer: ToolOffer, begin: str, end: str) -> dict[str, Any]:
     """A call between two texts."""
     content = {"type": "json_schema", "json_schema": offer.schema, "function": offer.name, "param": offer.param}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def json_head(offer: Offer, field: str = "arguments") -> str:
+def json_head(offer: ToolOffer, field: str = "arguments") -> str:
     return f'{{"name": {json.dumps(offer.name)}, "{field}": '
 
 
-def hermes_tags(offers: Sequence[Offer]) -> dict[str, Any]:
+def hermes_tags(offers: Sequence[ToolOffer]) -> dict[str, Any]:
     tags = [tagged(offer, f"<tool_call>\n{json_head(offer)}", "}\n</tool_call>") for offer in offers]
     return {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
 
 
-def list_tags(marker: str, offers: Sequence[Offer]) -> dict[str, Any]:
+def list_tags(marker: str, offers: Sequence[ToolOffer]) -> dict[str, Any]:
     """A list of calls behind a marker."""
     calls = {"type": "tags_with_separator", "tags": [tagged(offer, json_head(offer), "}") for offer in offers], "separator": ", ", "at_least_one": True}
     return {"type": "tag", "begin": f"{marker}[", "content": calls, "end": "]"}
 
 
-def granite_tags(offers: Sequence[Offer]) -> dict[str, Any]:
+def granite_tags(offers: Sequence[ToolOffer]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": ["<|tool_call|>"], "tags": [list_tags("<|tool_call|>", offers)]}
 
 
-def mistral_tags(offers: Sequence[Offer]) -> dict[str, Any]:
+def mistral_tags(offers: Sequence[ToolOffer]) -> dict[str, Any]:
     """The tags of both forms: a list, or the name before the arguments."""
     named = [tagged(offer, f"[TOOL_CALLS]{offer.name}[ARGS]", "") for offer in offers]
     return {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "tags": [list_tags("[TOOL_CALLS]", offers), *named]}
 
 
 # By the name of the form, of those in which a marker says that a call begins, and JSON follows
-TAGS: dict[str, Callable[[Sequence[Offer]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
+TAGS: dict[str, Callable[[Sequence[ToolOffer]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
 
 
 def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:

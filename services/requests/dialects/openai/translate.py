@@ -1,6 +1,5 @@
 """Turns other APIs' bodies into chats, and reports the chats' errors in the other API's terms."""
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,15 +10,15 @@ from msgspec.structs import replace
 from services.requests.bodies import parse
 from services.requests.bodies.ignored import renamed
 from services.requests.dialects.openai.schemas import ChatCompletionBody
+from shared.model.sampling_params import PARAMETERS
 from shared.process.errors import Invalid
 from shared.wire.messages import RequestError
 
 Json = dict[str, Any]
 
 
-# What a number beyond these means to llama.cpp and Ollama, which refuse none: the nearest one within
-RANGES = {"temperature": (0.0, math.inf), "top_k": (0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "typical_p": (0.0, 1.0)}
-
+# What llama.cpp and Ollama, which refuse no number, take another one as the nearest of
+RANGES = {each.name: each.clamped for each in PARAMETERS if each.clamped is not None}
 PLACED = re.compile(r"(messages|tools)\[(\d+)\]")
 
 

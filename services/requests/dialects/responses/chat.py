@@ -1,21 +1,18 @@
 """The chat that a response is inside. What a chat can't do is refused by this API's name of it."""
 
+from services.requests.bodies.parameters import given_values
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.dialects.openai.translate import make_chat
 from services.requests.dialects.responses.items import Json, messages_of
 from services.requests.dialects.responses.schemas import ResponseBody
 from services.requests.dialects.responses.tools import chat_choice, chat_tools
+from shared.model.sampling_params import parameters_of
 from shared.process.errors import Invalid
 
-# Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling
-# parameters that it does not have
-SAME = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user",
-    "seed", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "priority", "deadline_s", "cache_salt",
-)  # fmt: skip
-NAME_HERE = {
-    "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "response_format": "text.format",
+# Fields of a chat that this API takes under the same name, in addition to sampling parameters
+SAME = ("model", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user", "priority", "deadline_s", "cache_salt")
+NAME_HERE = {each.name: name for name, each in parameters_of("responses").items()} | {
+    "response_format": "text.format",
     "response_format.json_schema": "text.format", "verbosity": "text.verbosity", "reasoning_effort": "reasoning.effort", "logprobs": "top_logprobs",
     "messages": "input", "tools[].function": "tools[]", "tools[].custom": "tools[]", "tools[].custom.format.grammar": "tools[].format",
     "tool_choice.function": "tool_choice", "tool_choice.allowed_tools": "tool_choice",
@@ -31,11 +28,10 @@ def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> 
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     tools = chat_tools(body.tools or [])
     messages, begins = messages_of([*before, *body.input][num_dropped:])
-    given: Json = {name: getattr(body, name) for name in SAME}
+    given: Json = {name: getattr(body, name) for name in SAME} | given_values(body)
     given |= {
         "messages": [*system, *messages],
         "stream": body.stream,
-        "max_completion_tokens": body.max_output_tokens,
         "logprobs": body.has_logprobs,
         "top_logprobs": body.top_logprobs if body.has_logprobs else None,
         "tools": tools.tools,

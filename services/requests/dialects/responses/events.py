@@ -12,7 +12,7 @@ import orjson
 
 from services.requests.dialects.openai.translate import name_of, told_of
 from services.requests.dialects.responses.chat import NAME_HERE
-from services.requests.dialects.responses.tools import Named, names_of
+from services.requests.dialects.responses.tools import ToolName, names_of
 from services.requests.errors import CLIENT_CLOSED
 from services.requests.store.record import ResponseRecord
 from services.requests.text.answers.answer import CallDelta, Delta
@@ -32,7 +32,7 @@ CALLS = {
     "custom": ("ctc", "custom_tool_call", "input", "custom_tool_call_input"),
 }
 
-FRAGMENT_BYTES = 96  # that one takes beside its own
+FRAGMENT_BYTES = 96  # that one takes in addition to its own
 
 
 def compact(value: Any) -> bytes:
@@ -140,7 +140,7 @@ class ResponseEvents:
         return [*events, self._end("failed", usage)]
 
     def interrupted(self, error: RequestError) -> list[Json]:
-        """Numbered as the last event that was sent: whoever resumes after it misses nothing."""
+        """Numbered as the last event that was sent: a client that resumes after it misses nothing."""
         message, last = error.message, max(self._number - 1, self.after)
         if error.code in ("gateway_draining", "too_many_streams"):
             reason = "the gateway is shutting down" if error.code == "gateway_draining" else message
@@ -185,7 +185,7 @@ class ResponseEvents:
         prefix, item_type, field, event = CALLS["custom" if part.call.is_custom else "function"]
         if part.is_new:
             events += self._close_item("completed")
-            named = self._names.get(part.call.name, Named(part.call.name, None))
+            named = self._names.get(part.call.name, ToolName(part.call.name, None))
             item = {"id": self._item_id(prefix), "type": item_type, "status": "in_progress", "call_id": part.call.call_id, "name": named.name, field: ""}
             events.append(self._open_item(item | ({"namespace": named.namespace} if named.namespace else {})))
         if part.arguments:

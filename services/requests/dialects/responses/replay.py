@@ -18,10 +18,10 @@ MAX_WHOLE = 16 << 20  # of one response: of a longer one each follower holds onl
 MAX_HELD = 512 << 20  # of all that are followed
 MAX_HELD_OF_ONE = 128 << 20  # of a tenant's
 PIECE = 64 << 10  # that a follower is given at a time
-EVENT_BYTES = 64  # that an event takes beside its own
+EVENT_BYTES = 64  # that an event takes in addition to its own
 WAITING_BYTES = 1024  # that one takes which is not encoded yet
 ASKED_BYTES = 4  # that a byte of what was asked takes, as values
-TOKEN_BYTES = 256  # that a token takes until the response is over, beside its logprobs
+TOKEN_BYTES = 256  # that a token takes until the response is over, in addition to its logprobs
 
 
 class ReplayedResponse:

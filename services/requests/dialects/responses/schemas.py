@@ -7,9 +7,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Wit
 from services.requests.bodies.body import OF_OTHER_SERVERS, REFUSED, Body, Table
 from services.requests.bodies.fields import MAX_NAME, at_most
 from services.requests.bodies.ignored import tell
+from services.requests.bodies.parameters import takes_parameters
 from services.requests.dialects.openai.schemas import MAX_USER, description_of
 from services.requests.dialects.responses.items import INPUT_SCHEMA, Json, read_input
-from shared.model.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams, parameter
 
 MAX_METADATA = 16
 MAX_TOOLS = 128
@@ -31,7 +32,7 @@ class ResponseStreamOptions(Body):
 
 
 class TextOptions(Body):
-    format: dict[str, Any] | None = Field(None, description="of type text, json_object, or json_schema with name, schema and strict beside it")
+    format: dict[str, Any] | None = Field(None, description="of type text, json_object, or json_schema with name, schema and strict in the same object")
     verbosity: str | None = Field(None, description="for the template")
 
 
@@ -41,15 +42,14 @@ class ReasoningOptions(Body):
     generate_summary: str | None = Field(None, max_length=16, description="the older name of summary")
 
 
+@takes_parameters("responses")
 class ResponseBody(Body):
     neutral: ClassVar[Table] = OF_OTHER_SERVERS | {"conversation": REFUSED, "modalities": (["text"],), "prompt": REFUSED}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)] = Field(description="a text, or a list of items")
     instructions: str | None = Field(None, description="the system's message; previous_response_id does not bring those of the response before")
-    max_output_tokens: int | None = Field(None, ge=-2, description=description_of("max_tokens"))
-    temperature: Any = Field(None, description=description_of("temperature"))
-    top_p: Any = Field(None, description=description_of("top_p"))
+    max_output_tokens: int | None = Field(None, ge=-2, description=parameter("max_tokens").description)
     top_logprobs: int | None = Field(None, ge=0, le=20, description="logprobs of so many of the likeliest tokens at each position")
     include: Annotated[list[str] | None, BeforeValidator(at_most(MAX_INCLUDED)), AfterValidator(read_include)] = Field(
         None, description=f"{LOGPROBS} asks for logprobs"
@@ -58,7 +58,7 @@ class ResponseBody(Body):
         None, description=f"up to {MAX_METADATA} pairs of texts, repeated in the response"
     )
     store: bool = Field(True, description="false: what was asked is not kept, so no response can follow this one")
-    background: bool = Field(False, description="answer at once, and go on whether or not anybody reads; needs store")
+    background: bool = Field(False, description="answer at once, and go on whether or not a client reads; needs store")
     previous_response_id: str | None = Field(None, max_length=MAX_ID, description="go on with that response's conversation")
     stream: bool = Field(False, description="send the response as it comes, as typed events")
     stream_options: ResponseStreamOptions | None = Field(None, description="see ResponseStreamOptions")
@@ -76,17 +76,7 @@ class ResponseBody(Body):
     prompt_cache_key: Any = Field(None, description=description_of("prompt_cache_key"))
     safety_identifier: Any = Field(None, description="accepted, and repeated in the response")
     user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
-    seed: Any = Field(None, description=description_of("seed"))
-    top_k: Any = Field(None, description=description_of("top_k"))
-    min_p: Any = Field(None, description=description_of("min_p"))
-    min_tokens: Any = Field(None, description=description_of("min_tokens"))
-    stop: Any = Field(None, description=description_of("stop"))
-    stop_token_ids: Any = Field(None, description=description_of("stop_token_ids"))
-    ignore_eos: Any = Field(None, description=description_of("ignore_eos"))
-    frequency_penalty: Any = Field(None, description=description_of("frequency_penalty"))
-    presence_penalty: Any = Field(None, description=description_of("presence_penalty"))
-    repetition_penalty: Any = Field(None, description=description_of("repetition_penalty"))
-    logit_bias: Any = Field(None, description=description_of("logit_bias"))
+    seed: Any = Field(None, description=parameter("seed").description)
     priority: Any = Field(None, description=description_of("priority"))
     deadline_s: Any = Field(None, description=description_of("deadline_s"))
     cache_salt: Any = Field(None, description=description_of("cache_salt"))

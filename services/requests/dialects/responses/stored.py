@@ -41,12 +41,12 @@ LONG_BYTES = 256 << 10
 MAX_LINKS = 10_000  # from a response to the one that keeps its items
 PAGE = 256  # entries of a log at a time: decoding more would stall other streams
 SLICE = 32  # events, after which others have their turn
-DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
+DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: the stage that is about to acknowledge its request must find the end
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A response's request, as it is stored."""
 
     asked: Json  # the fields of its object that repeat the request
@@ -64,10 +64,10 @@ async def loads(packed: bytes) -> Any:
     return await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)
 
 
-async def decode(packed: bytes) -> Stored:
+async def decode(packed: bytes) -> StoredResponse:
     """Raises Rejected (503) for what is no such record, or one of a newer version, which has other fields: a gateway of that version can read it."""
     try:
-        return Stored(**await loads(packed))
+        return StoredResponse(**await loads(packed))
     except (TypeError, ValueError) as error:
         log.error("a stored response can't be read: was it written by a newer version?", error=error)
         raise Rejected("this gateway can't read how the response is stored", status=503, retry_after_s=2, code="stored_response_unreadable") from None
@@ -86,7 +86,7 @@ class Store:
         self.replays = Replays()
         self._is_draining = False
 
-    async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
+    async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, StoredResponse]:
         """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all:
         or not to be seen by it."""
         with redis_errors_as_503():
@@ -96,8 +96,8 @@ class Store:
             raise Invalid(f"Response with id '{shortened(response_id)}' not found.", param="response_id", code="response_not_found", status=404)
         return record, await decode(packed)
 
-    async def items(self, stored: Stored) -> list[Json]:
-        """The whole conversation that the model was given. Raises Invalid (404) if whoever keeps it is gone."""
+    async def items(self, stored: StoredResponse) -> list[Json]:
+        """The whole conversation that the model was given. Raises Invalid (404) if the response that keeps it is gone."""
         found = stored
         for _ in range(MAX_LINKS):
             if not found.holder:
@@ -112,13 +112,13 @@ class Store:
             packed: Any = await self.client.get(stored_key(response_id))
         return None if packed is None else bytes(packed)
 
-    async def hand_over(self, record: ResponseRecord, stored: Stored) -> None:
-        """Have the response before this one, with which somebody goes on, name this one for its items: else each turn would keep all before it."""
+    async def hand_over(self, record: ResponseRecord, stored: StoredResponse) -> None:
+        """Have the response before this one, which this one continues, name this one for its items: else each turn would keep all before it."""
         before = stored.asked.get("previous_response_id")
         if stored.holder or not before or (packed := await self._get(before)) is None:
             return
         found = await decode(packed)
-        content = Stored(found.asked, [], record.response_id, len(found.items)).encode()
+        content = StoredResponse(found.asked, [], record.response_id, len(found.items)).encode()
         if found.holder or len(content) >= len(packed) or stored.items[: len(found.items)] != found.items:
             return
         with redis_errors_as_503():
@@ -129,15 +129,15 @@ class Store:
     async def _handed_back(self, record: ResponseRecord) -> tuple[str, int, bytes] | None:
         """How much the response before must keep when this one, which names its items, goes: its id, its kept length now, and the new one. None: nothing."""
         packed = await self._get(record.response_id)
-        stored = await decode(packed) if packed is not None else Stored({}, [])
+        stored = await decode(packed) if packed is not None else StoredResponse({}, [])
         before = stored.asked.get("previous_response_id")
         kept = await self._get(before) if before else None
         if not before or kept is None or (found := await decode(kept)).holder != record.response_id:
             return None
         items = [] if stored.holder else stored.items[: found.num_items]
-        return before, len(kept), Stored(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
+        return before, len(kept), StoredResponse(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
 
-    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> ReplayedResponse:
+    async def read(self, record: ResponseRecord, stored: StoredResponse, *, is_checked: bool = True) -> ReplayedResponse:
         """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
         if (known := self.replays.get(record.response_id)) is not None and known.is_over:
             return known
@@ -314,7 +314,7 @@ class Store:
         return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:
-        """End the response as cancelled, now: its log says so before anybody is told. What has
+        """End the response as cancelled, now: its log says so before any reader is told. What has
         ended stays as it is."""
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -336,7 +336,7 @@ class Store:
                 for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
                     pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()
-        self.replays.forget(record.response_id)  # now: its end has come, and whoever follows it has kept it
+        self.replays.forget(record.response_id)  # now: its end has come, and its followers have kept it
 
 
 def place(entry_id: bytes) -> tuple[int, int]:

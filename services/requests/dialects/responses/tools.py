@@ -2,8 +2,8 @@
 namespaces, which are groups of both.
 
 In the chat a tool of a namespace has one name, made of both: the template and the model know no
-groups. What it was is found again in the request's tools, which a stored response keeps: so whoever
-reads the log makes the same items.
+groups. The tool is found again in the request's tools, which a stored response keeps: so every reader
+of the log makes the same items.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ GROUP_FIELDS = ("type", "name", "description", "tools")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ToolName:
     """A tool by its own names."""
 
     name: str
@@ -109,11 +109,11 @@ def _chat_named(choice: Json) -> Json:
     return {"type": kind, "function": {"name": chat_name(str(name), str(namespace)) if known else name}}
 
 
-def names_of(tools: list[Json]) -> dict[str, Named]:
+def names_of(tools: list[Json]) -> dict[str, ToolName]:
     """The tools of namespaces by their names in the chat."""
     groups = [tool for tool in tools if tool.get("type") == "namespace" and isinstance(tool.get("name"), str)]
     return {
-        chat_name(member["name"], group["name"]): Named(member["name"], group["name"])
+        chat_name(member["name"], group["name"]): ToolName(member["name"], group["name"])
         for group in groups
         for member in group.get("tools") or ()
         if isinstance(member, dict) and isinstance(member.get("name"), str)

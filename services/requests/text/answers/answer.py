@@ -40,7 +40,7 @@ class Delta:
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)  # of these three those that are there, in the order in which they began
-    logprobs: Sequence[TokenLogprob] | None = None  # None: nobody asked
+    logprobs: Sequence[TokenLogprob] | None = None  # None: not requested
     finish_reason: str | None = None  # None: the choice goes on
     stop_reason: str | int | None = None
 
@@ -73,8 +73,8 @@ class Answer:
     """The answer so far."""
 
     def __init__(self, parsing: Parsing, name: str, *, has_reasoning: bool) -> None:
-        """name: of the choice; the ids of its calls are made of it, so that whoever reads the
-        answer again finds the same."""
+        """name: of the choice; the ids of its calls are made of it, so that every reader of
+        the answer finds the same."""
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []

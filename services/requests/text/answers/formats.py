@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import orjson
+
 from services.requests.store.record import ResponseRecord
 from services.requests.text.answers.answer import Answer, Call, CallDelta, Delta
 from services.requests.text.answers.choice import Choice, Usage, best, usage_of
@@ -15,7 +17,7 @@ from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 
 
-class Format(Protocol):
+class ChunkFormat(Protocol):
     """How an endpoint writes its answer."""
 
     def opening(self, index: int, first: TokenEvent) -> dict[str, Any] | None:
@@ -200,8 +202,8 @@ class CompletionFormat:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        told = errors_field([choice]) if delta.finish_reason is not None else {}
-        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | told]
+        schema_errors = errors_field([choice]) if delta.finish_reason is not None else {}
+        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | schema_errors]
 
     def end(self, choice: Choice) -> dict[str, Any]:
         own = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -256,9 +258,9 @@ def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
 
 
 def fingerprint_field(choices: list[Choice]) -> dict[str, Any]:
-    """The head's field where its tokens say who made them: several fingerprints, joined by +, where
-    a replica of another went on. That is no replica's own, so nobody takes the answer for one that
-    can be had again."""
+    """The head's field where its tokens say who made them: several fingerprints, joined by +, if
+    replicas with different ones computed it. The joined name is no replica's, so the answer does not
+    look like one that can be reproduced."""
     found = dict.fromkeys(each for choice in choices for each in choice.fingerprints)
     return {"system_fingerprint": "+".join(found)} if found else {}
 
@@ -304,7 +306,7 @@ def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[
     return {"prompt_logprobs": by_token_id(prompt, record.num_prompt_logprobs)}
 
 
-def format_for(record: ResponseRecord) -> Format:
+def format_for(record: ResponseRecord) -> ChunkFormat:
     """The format of a response of any API: what is no completion is a chat inside."""
     return CompletionFormat(record) if record.kind == "text_completion" else ChatFormat(record)
 
@@ -313,3 +315,32 @@ def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
     """The answer that was not asked for as a stream. Its usage is all that was generated, whatever
     became of it."""
     return format_for(record).whole(best(choices, record)) | {"usage": usage_fields(usage_of(choices, record.n))}
+
+
+MARK = "\0text\0"  # stands in for a text, to find its place
+
+
+def is_plain(event: TokenEvent, delta: Delta) -> bool:
+    """Whether the chunk of the event, which has added `delta` to its choice, differs from others of
+    that choice in its text alone."""
+    has_more = event.logprobs is not None or event.prompt_logprobs is not None or event.prompt_token_ids is not None
+    return not has_more and event.finish_reason is None and event.token_id is not None and delta.kinds == ["content"]
+
+
+class Frames:
+    """The chunks of one response that bring only text, as most do. The bytes around the text are the
+    same in all of a choice's chunks: they are made once."""
+
+    def __init__(self, form: ChunkFormat, record: ResponseRecord) -> None:
+        self.format = form
+        self.is_any = not record.has_token_ids and not record.has_continuous_usage  # else each chunk has figures of its own
+        self._around: dict[tuple[int, int], list[bytes]] = {}
+
+    def encode(self, choice: Choice, event: TokenEvent, text: str) -> bytes:
+        """The chunk of a plain event, with this text, as orjson writes what the format makes."""
+        key = choice.index, len(choice.fingerprints)
+        if (around := self._around.get(key)) is None:
+            [chunk] = self.format.chunks(choice, event, Delta(MARK, kinds=["content"]))
+            around = self._around[key] = orjson.dumps(chunk).split(orjson.dumps(MARK))
+        before, behind = around
+        return before + orjson.dumps(text) + behind

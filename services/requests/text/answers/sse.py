@@ -27,7 +27,7 @@ def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:
 
 
 def event_head(event_id: str | None) -> bytes:
-    """The bytes before an event's data, of which a blank line is the end."""
+    """The bytes before an event's data, which a blank line ends."""
     return b"data: " if event_id is None else b"id: %b\ndata: " % event_id.encode()
 
 

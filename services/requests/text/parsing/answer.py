@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.requests.text.parsing.harmony import ANSWER, BETWEEN, THOUGHT, HarmonyParser
-from services.requests.text.parsing.json_calls import Form, JsonCalls
+from services.requests.text.parsing.json_calls import CallForm, JsonCalls
 from services.requests.text.parsing.pieces import Parser, Piece, merged
 from services.requests.text.parsing.reasoning import Marks, ReasoningParser
-from services.requests.text.parsing.text_calls import PythonicCalls, gemma_calls
-from services.requests.text.parsing.xml_calls import xml_calls
+from services.requests.text.parsing.text_calls import PythonicCalls, gemma_calls, xml_calls
 
 INPUT = "input"  # the argument of a custom tool's function
 
@@ -23,11 +22,11 @@ REASONING: dict[str, Marks] = {
     "gemma4": Marks(("<|channel>thought",), ("<channel|>",)),
     HARMONY: Marks((THOUGHT,), (BETWEEN + ANSWER,)),
 }
-FORMS: dict[str, Form] = {
-    "hermes": Form(("<tool_call>",), ("</tool_call>",)),
-    "llama3_json": Form(("<|python_tag|>",), may_be_bare=True),
-    "mistral": Form(("[TOOL_CALLS]",), has_names_first=True),
-    "granite": Form(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",)),
+FORMS: dict[str, CallForm] = {
+    "hermes": CallForm(("<tool_call>",), ("</tool_call>",)),
+    "llama3_json": CallForm(("<|python_tag|>",), may_be_bare=True),
+    "mistral": CallForm(("[TOOL_CALLS]",), has_names_first=True),
+    "granite": CallForm(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",)),
 }
 OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": gemma_calls}
 XML = "qwen3_coder"
@@ -37,8 +36,8 @@ WITH_SPECIAL_TOKENS = ("mistral", "gemma4", HARMONY)  # of REASONING
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers of a request are parsed; a part of its record, so that whoever resumes it
-    parses alike."""
+    """How the answers of a request are parsed; a part of its record, so that a gateway that
+    resumes it parses alike."""
 
     reasoning: str = ""  # of REASONING; empty: not at all
     tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all
@@ -74,7 +73,7 @@ class ForcedCall:
 
 
 FORCED: dict[str, Callable[[frozenset[str]], Parser]] = {
-    "calls": lambda names: JsonCalls(Form(may_be_bare=True, has_prose=False), names),
+    "calls": lambda names: JsonCalls(CallForm(may_be_bare=True, has_prose=False), names),
     "arguments": lambda names: ForcedCall(next(iter(names))),
 }
 

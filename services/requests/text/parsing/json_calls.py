@@ -21,7 +21,7 @@ SEPARATORS = " \t\r\n[],;"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     """How a family of models marks its calls."""
 
     starts: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class NamedCall:
 class JsonCalls:
     """Parser of a form."""
 
-    def __init__(self, form: Form, names: frozenset[str]) -> None:
+    def __init__(self, form: CallForm, names: frozenset[str]) -> None:
         self.form = form
         self.names = names
         self._markers = form.starts + form.ends

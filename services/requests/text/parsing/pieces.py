@@ -59,8 +59,8 @@ def may_begin(text: str, markers: Sequence[str]) -> bool:
 
 
 class Prose:
-    """Content around calls. White space that ends it is held back, for between prose and a call it
-    is nobody's."""
+    """Content around calls. White space at its end is held back: between content and a call it is part
+    of neither."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -71,9 +71,9 @@ class Prose:
             text = text.lstrip()
             self._is_after_call = not text
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        return [Piece("content", said)] if said else []
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        return [Piece("content", content)] if content else []
 
     def call(self) -> None:
         """A call begins here."""

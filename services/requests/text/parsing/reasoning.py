@@ -74,9 +74,9 @@ class ReasoningParser:
         if text:
             self._is_empty = False
             text = self._space + text
-            said = text.rstrip()
-            self._space = text[len(said) :]
-            pieces.append(Piece("reasoning", said))
+            content = text.rstrip()
+            self._space = text[len(content) :]
+            pieces.append(Piece("reasoning", content))
 
     def _answer(self, pieces: list[Piece]) -> bool:
         text = self._text.lstrip() if self._is_empty else self._text

@@ -1,5 +1,7 @@
 """Calls that a model writes in a language of its own: as Python, `[f(a=1), g(b="x")]`, or as Gemma
-does, `call:f{a:1,b:<escape>x<escape>}`.
+does, `call:f{a:1,b:<escape>x<escape>}`, or as Qwen3-Coder does,
+`<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`, each part on lines of
+its own.
 
 What they mean is known at their end only, so each call goes out whole. What does not parse, or
 calls what is no function, is content.
@@ -26,6 +28,13 @@ GEMMA_QUOTES = ("<escape>", '<|"|>')
 GEMMA_HEAD = re.compile(r"\s*call:([A-Za-z0-9_.-]+)\s*(?=\{)")
 GEMMA_BARE = re.compile(r"[^,{}\[\]<]+")
 SPACE = re.compile(r"\s*")
+
+XML_STARTS = ("<tool_call>",)
+XML_END = "</tool_call>"
+# an end marker within a value is none: a call ends after its </function>
+XML_FUNCTION_END = re.compile(r"</function>\s*(?=</tool_call>)")
+XML_FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.-]{1,128})>(.*)</function>\s*", re.DOTALL)
+XML_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,128})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|$))", re.DOTALL)
 
 Call = tuple[str, dict[str, Any]]
 
@@ -311,3 +320,37 @@ def skip_space(text: str, at: int) -> int:
     found = SPACE.match(text, at)
     assert found is not None
     return found.end()
+
+
+def xml_calls(names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
+    """Parser of Qwen3-Coder's calls of these functions. texts: the parameters whose values are texts as
+    they stand, as function.parameter; other values are JSON, if they parse as such."""
+
+    def read(block: str) -> Call | None:
+        call = XML_FUNCTION.fullmatch(block)
+        if call is None:
+            return None
+        arguments: dict[str, Any] = {}
+        rest = call[2]
+        while (found := XML_PARAMETER.match(rest)) is not None:
+            arguments[found[1]] = found[2] if f"{call[1]}.{found[1]}" in texts else xml_value(found[2])
+            rest = rest[found.end() :]
+        return (call[1], arguments) if not rest.strip() else None
+
+    return BlockCalls(names, XML_STARTS, xml_end, read)
+
+
+def xml_end(text: str) -> tuple[int, str] | None:
+    """Find where the end marker is."""
+    at = text.find(XML_END)
+    if at >= 0 and "<function=" in text[:at]:
+        found = XML_FUNCTION_END.search(text)
+        at = found.end() if found is not None else -1
+    return (at, XML_END) if at >= 0 else None
+
+
+def xml_value(text: str) -> Any:
+    try:
+        return read_json(text)
+    except ValueError:
+        return text
