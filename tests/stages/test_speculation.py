@@ -18,8 +18,7 @@ from services.compute.speculation.model_free import make_proposers
 from services.compute.speculation.proposer import Drafts, Proposer, Wanted
 from services.compute.speculation.speculation import Speculation
 from shared.model.constraint import Constraint
-from shared.wire.messages import DraftControl as ControlMessage
-from shared.wire.messages import SchedulingParams, encode
+from shared.wire.messages import Control, SchedulingParams, encode
 from shared.wire.streams import CONTROL, MESSAGE
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
@@ -208,7 +207,7 @@ def test_who_is_cancelled_amid_drafts_leaves_the_others_as_they_are(line: LineOf
     line.submit(*others)
     wait_until(lambda: len(line.compute.scheduler.running) == len(others) and speculation.total.num_drafts > 3, description="all of them run")
     line.submit(*REQUESTS)
-    line.client.xadd(CONTROL.key, {MESSAGE: encode(ControlMessage("cancel", tuple(each.request_id for each in others)))})
+    line.client.xadd(CONTROL.key, {MESSAGE: encode(Control("cancel", tuple(each.request_id for each in others)))})
     line.answer()
     assert [parse_log(line.log(each.request_id))[-1].finish_reason for each in others] == ["cancelled"] * len(others)
     alone = [each.request_id for each in REQUESTS if not each.request_id.startswith("pair")]
