@@ -25,6 +25,7 @@ def start(deployment: Deployment) -> None:
 
     def are_warm() -> bool:
         asyncio.run(warm(deployment))
+        time.sleep(RENEW_EVERY_S)  # they say so in their heartbeats
         return all(each.load.step_cost_per_token_s for each in computes(deployment))
 
     wait_until(are_warm, description="both have measured their steps")

@@ -138,6 +138,7 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
     assert result.returncode == 2 and "--dtype" in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
+@pytest.mark.more  # unit/test_start.py is not
 def test_a_stage_that_can_not_run_ends_the_launcher_and_its_line_is_the_only_one(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "own")
     described = json.loads((folder / "tokenizer_config.json").read_text())

@@ -1,5 +1,6 @@
 """The plugin that runs tests in forked processes: every test has a report, also where a process dies; fixtures of a session end."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_every_test_has_a_report_and_every_fixture_its_end(tmp_path: Path) -> No
     for test in ("test_dies", "test_comes_after"):
         assert f"test_deadly.py::{test}" in done.stdout.partition("short test summary")[2]
     assert "by exit code or signal: [-9]" in done.stdout
+    assert len(json.loads((tmp_path / ".pytest_cache/v/cache/lastfailed").read_text())) == 5, "they may run once more"
     assert len(list(tmp_path.glob("base/*/place0"))) - len(list(tmp_path.glob("base/*/place0/ended"))) <= 1, "but that of the process that died"
 
 
