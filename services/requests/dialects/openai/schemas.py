@@ -442,10 +442,6 @@ class CompletionBody(GenerateBody):
 
 def with_prompt(request: GenerateRequest, prompt: Prompt) -> GenerateRequest:
     """The request, to go on with this prompt."""
-    return (
-        structs.replace(request, prompt=prompt, prompt_token_ids=None)
-        if isinstance(prompt, str)
-        if isinstance(prompt, str):
-            return structs.replace(request, prompt=prompt, prompt_token_ids=None)
-        return structs.replace(request, prompt=None, prompt_token_ids=prompt)
-    )
+    if isinstance(prompt, str):
+        return structs.replace(request, prompt=prompt, prompt_token_ids=None)
+    return structs.replace(request, prompt=None, prompt_token_ids=prompt)
