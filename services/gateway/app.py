@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
-from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.api.anthropic.routes import router as anthropic
 from services.gateway.api.batches.routes import router as batches
@@ -39,7 +38,7 @@ from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
 from services.gateway.http.middleware import BodyLimit, CutOff, HeadRequests, Ignored, Observed, OneHost, RequestId, Slash
-from services.gateway.http.origins import SameOrigin, let_in_by_default
+from services.gateway.http.origins import Origins, SameOrigin, let_in_by_default
 from services.gateway.telemetry.metrics import seen_in
 from services.requests.bodies.ignored import HEADER
 from services.requests.store.admission.append_only_file import AppendOnlyFile
@@ -121,7 +120,7 @@ def build_app(cells: Cells[GatewayContext], watch: LiveView) -> FastAPI:
     app.add_middleware(RequestId)
     app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     app.add_middleware(
-        CORSMiddleware,
+        Origins,
         allow_origins=context.settings.allow_origin,
         allow_origin_regex=by_default,
         allow_methods=["*"],

@@ -80,18 +80,20 @@ def create(client: httpx.Client, source: Path, window: str, errors: Path) -> tup
     except OSError as error:
         raise StartupError(f"{error.filename or source}: {error.strerror}") from None
     asked = {"input_file_id": uploaded["id"], "endpoint": sifted.endpoint, "completion_window": window}
-    batch = insist(lambda: call(client, "POST", "/v1/batches", json=asked))
+    # an answer of 502 or 503 may come after the batch was made: asked again, there would be two
+    batch = insist(lambda: call(client, "POST", "/v1/batches", json=asked), httpx.ConnectError)
     print(f"{batch['id']}: {source.name}, {uploaded['bytes']} bytes, for {sifted.endpoint}", file=sys.stderr)
     return batch, sifted
 
 
-def insist(ask: Callable[[], T]) -> T:
-    """The answer of a gateway that may not be there at once, as when it is restarted. Raises what `ask` raises last."""
-    until, has_told = time.monotonic() + START_PATIENCE_S, False
+def insist(ask: Callable[[], T], *absences: type[Exception]) -> T:
+    """The answer of a gateway that may be away for a moment, as when it is restarted. absences: the errors
+    that say so; by default those after which `ask` may be repeated. Raises what `ask` raises last."""
+    until, has_told, errors = time.monotonic() + START_PATIENCE_S, False, absences or (httpx.ConnectError, Away)
     while True:
         try:
             return ask()
-        except (httpx.ConnectError, Away) as error:  # nothing was done, so asking again does nothing twice
+        except errors as error:
             if time.monotonic() > until:
                 raise
             if not has_told:

@@ -14,6 +14,8 @@ Extensions of browsers are not among them: with the right to this address, they 
 import re
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.auth import is_public
@@ -22,6 +24,16 @@ from shared.process.settings import GatewaySettings, is_loopback
 
 OF_APPLICATIONS = r"(?:app|capacitor|ionic|tauri|vscode-file|vscode-webview)://[^/]*|https?://tauri\.localhost"
 OF_THIS_MACHINE = r"https?://(?:localhost|127\.\d+\.\d+\.\d+|\[::1\])(?::\d+)?"
+
+
+class Origins(CORSMiddleware):
+    """Starlette's answers to browsers, which allow this machine's network to refused origins, too."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if "access-control-allow-origin" not in response.headers:
+            del response.headers["access-control-allow-private-network"]
+        return response
 
 
 def let_in_by_default(settings: GatewaySettings, *, has_keys: bool) -> str:

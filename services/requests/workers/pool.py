@@ -122,10 +122,9 @@ class HelperPool:
     within_s: float  # from the asking on; a question that would wait for longer is rejected
     classes: Sequence[type] = ()  # of the objects in the answers
     quick_s: float = QUICK_S
-    size: int = SIZE
 
     def __post_init__(self) -> None:
-        self._helpers = [Helper(self.module) for _ in range(self.size)]
+        self._helpers = [Helper(self.module) for _ in range(SIZE)]
         self._free = list(self._helpers)
         self._running: dict[Helper, PendingQuestion] = {}
         self._waiting: OrderedDict[str, deque[PendingQuestion]] = OrderedDict()  # by tenant, the next one first
@@ -236,7 +235,7 @@ class HelperPool:
 
     def _next(self) -> PendingQuestion | None:
         """The next question in turn. Slow questions leave the last helper to those that may be quick."""
-        takes_slow = not self._has_quick or sum(self._left_s(each) <= 0 for each in self._running.values()) < self.size - 1
+        takes_slow = not self._has_quick or sum(self._left_s(each) <= 0 for each in self._running.values()) < SIZE - 1
         every = (each for questions in self._waiting.values() for each in questions)
         return next((each for each in every if not each.turn.done() and (takes_slow or not each.is_slow)), None)
 

@@ -24,7 +24,7 @@ from shared.process.plain import unpack
 from shared.process.priority import run_behind
 from shared.process.worker import run_worker
 
-NICENESS = 19  # a check may come too late; the stages may not
+NICENESS = 10  # behind the stages, and still a tenth of a busy core
 MAX_PROBLEMS = 8
 MAX_PATH = 200  # characters
 EVERYTHING: Any = referencing.Resource(contents={}, specification=DRAFT202012)  # type: ignore[call-arg]

@@ -20,9 +20,7 @@ class AnswerChecker:
     """Owns the helpers, which are started by the first request whose answer will be checked."""
 
     def __init__(self) -> None:
-        self.helpers = HelperPool(
-            "services.requests.workers.grammars.answer_worker", "checking answers", MAX_OF_TENANT, CHECK_TIMEOUT_S, quick_s=QUICK_S, size=1
-        )
+        self.helpers = HelperPool("services.requests.workers.grammars.answer_worker", "checking answers", MAX_OF_TENANT, CHECK_TIMEOUT_S, quick_s=QUICK_S)
 
     async def check(self, tenant_id: str, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
         """List where an answer breaks its schemas: path, message, and the function whose arguments
