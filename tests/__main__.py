@@ -1,5 +1,5 @@
-"""`python -m tests`: all that pytest runs here, a file at a time, in four processes more than there
-are cores (`forked.py`).
+"""`python -m tests`: all that pytest runs here, a file at a time, in three processes more than there
+are cores.
 
 Files that compute and files that mostly wait for other processes begin in turns: together, either
 kind would crowd the cores or leave them idle. All fork their stages from the same processes, which have
@@ -23,7 +23,6 @@ COMPUTING = ["grammars", "kernels"]
 LAST = ["unit", "wire"]  # many short files fill the end
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 TESTS_FAILED = 1  # pytest's exit code; those above say that pytest itself did not work
-NUM_MORE = 4  # processes than cores: most wait for others at any time
 MAX_ONCE_MORE = 10  # more failures than these are no accident of a busy machine
 
 
@@ -35,7 +34,7 @@ def main() -> int:
         return pytest(*of_pytest)
     LAST_FAILED.unlink(missing_ok=True)
     os.environ.update({variable: forge.forge(kind) for kind, variable in forge.VARIABLES.items()})
-    code = pytest("-q", "-p", "tests.forked", "--forks", str((os.cpu_count() or 1) + NUM_MORE), *in_order())
+    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *in_order())
     if code != TESTS_FAILED or not options.once_more:
         return code
     return once_more(sorted(json.loads(LAST_FAILED.read_text())))

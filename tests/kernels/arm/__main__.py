@@ -38,19 +38,7 @@ def main(arguments: list[str]) -> None:
         compile_or_end(["g++", f'-DPENSTOCK_REGISTRY="{HERE / "registry.inc"}"'], dict.fromkeys(ARM, simde), here)
         compile_or_end(["aarch64-linux-gnu-g++"], ARM, arm)
         compare_bits(folder, here, arm)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.kernels.arm.pretend",
-            "-p",
-            "tests.forked",
-            "-q",
-            "--forks",
-            str(os.cpu_count()),
-            "tests/kernels",
-        ]
+        command = [sys.executable, "-m", "pytest", "-p", "tests.kernels.arm.pretend", "-q", "-n", str(os.cpu_count()), "tests/kernels"]
         command += ["--ignore", "tests/kernels/cuda", "-k", " or ".join(ARM), *arguments]
         sys.exit(subprocess.run(command, env=os.environ | {LIBRARY: str(here)}, check=False).returncode)
 
