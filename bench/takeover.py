@@ -73,7 +73,7 @@ def rows_at(position: int, previous: Array) -> CandidateRows:
 def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int, int]:
     """Compute's side, until all is decided. Returns the seconds to the first and to the last decision, how often it would have sent again, and how many
     messages there were."""
-    request = TokenizedRequest("bench", "", "", SamplingParams(), np.zeros(1, np.int32), ())
+    request = TokenizedRequest("bench", "", "", SamplingParams(max_tokens=1 << 20), np.zeros(1, np.int32), ())
     active = {
         handle: ActiveRequest(Sequence(Request(handle, "bench", SamplingParams()), Tokens([0])), request, b"", None, sampler_id="sampler-bench")
         for handle in rows.handles.tolist()

@@ -328,7 +328,7 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
     refused(small_file[:2000], "middle of its metadata")
     refused(small_file.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"), "no tensor blk.1.attn_q.weight")
     refused(small_file.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported")
-    refused(small_file.replace(b"block_count\4\0\0\0\3", b"block_count\4\0\0\0\1"), "blk.1.*are of no layer")
+    refused(small_file.replace(b"block_count\4\0\0\0\3", b"block_count\4\0\0\0\1"), "blk.1.*belong to no layer")
     refused(small_file.replace(b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), "big-endian")
     refused(small_file.replace(b"gpt-2", b"gpt-9"), "pre-tokenizer 'gpt-9'")
     at = small_file.index(b"block_count") + len(b"block_count") + 4

@@ -43,8 +43,8 @@ def calling(arguments: str, options: ChatOptions | None = None, content: str = "
 
 
 def worker_of(encoder: Encoder) -> Any:
-    worker = encoder.chat_template._worker
-    return worker._process.pid if worker is not None else None
+    process = encoder.chat_template._helper._process
+    return process.pid if process is not None else None
 
 
 def on_a_stack_of(levels: int, call: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ from shared.process.errors import Invalid
 ROOT = Path(__file__).parents[2]
 OF_STAGES = {"bad_words_token_ids", "returns_prompt_token_ids"}  # fields that no client gives
 
-FIELD = """    returns_prompt_token_ids: bool = False  # the request's first event brings them
+FIELD = """    returns_prompt_token_ids: bool = False  # in the request's first event
 """
 ROW = """PARAMETERS = (
     Parameter(
