@@ -51,7 +51,8 @@ def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | Non
     if drawn is not None and signal.SIGUSR1 in told:
         os.kill(os.getpid(), signal.SIGKILL)
     if drawn is not None and signal.SIGUSR2 in told:
-        for name in ("edit", "reduce_found", "ensure_works"):
+        for name in ("apply_edits", "fill", "ensure_works"):
+            assert hasattr(reduction, name)
             setattr(reduction, name, fail)
     return hidden
 

@@ -70,7 +70,7 @@ def test_an_integer_out_of_its_range_is_told_the_range() -> None:
         ("seed", 2**64, "seed: expected an integer from 0 to 18446744073709551615"),
         ("n", 0, "n: expected an integer from 1 to 128"),
         ("truncate_prompt_tokens", 1 << 40, "truncate_prompt_tokens: expected an integer from -1 to 16777216"),
-        ("top_k", 2**64, "top_k: expected an integer from 0 to 16777216"),
+        ("top_k", 2**64, "top_k: expected an integer from -1 to 16777216"),
     ):
         with pytest.raises(Invalid) as refused:
             parse(CompletionBody, f'{{"prompt": "x", "{name}": {value}}}'.encode())
